@@ -1,5 +1,7 @@
 """What every test run of this repository shares."""
 
+import importlib.util
+
 import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
@@ -20,3 +22,10 @@ providers._get_local_constants = Constants  # noqa: SLF001
 settings.register_profile("same", deadline=None, print_blob=True, derandomize=True)
 settings.register_profile("anew", deadline=None, print_blob=True)
 settings.load_profile("same")
+
+# What `make test-python` leaves out on a Python for which no torch is installed.
+if importlib.util.find_spec("torch") is None:
+    collect_ignore = [
+        f"tests/topology/test_{name}.py"
+        for name in ("conversion", "geometry", "locate_memory", "repacks", "run")
+    ]

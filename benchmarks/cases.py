@@ -5,6 +5,7 @@ whatever the layout it is stored in. So the check needs neither the source nor k
 the target with NumPy and compares.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from itertools import product
@@ -13,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.remote import WrongDataError
 from kvferry.layouts.tiles import Tiles
 from kvferry.topology import EngineGeometry, ParallelShape, TransferPlan, plan_transfer
 
@@ -20,14 +22,15 @@ Cells: TypeAlias = npt.NDArray[np.uint16]
 """bfloat16 cells as bits: ``[layer, part, block, token, head, element]``, dims in this order and
 strides of any layout."""
 
+Ids: TypeAlias = npt.NDArray[np.int64]
+"""Numbers of blocks."""
+
 LAYOUTS = ("NHD", "HND")
+THREADS = (1, 2)
+"""On both sides."""
 _NULL_BLOCKS = 1
 _LINE = 64
 """Bytes of a cache line."""
-
-
-class WrongDataError(Exception):
-    """A contender moved something else than what it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,7 @@ class Case:
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         return f"{self.layouts}, {self.tables}, {threads}"
 
-    def block_tables(self, shape: CacheShape) -> tuple[npt.NDArray[np.int64], ...]:
+    def block_tables(self, shape: CacheShape) -> tuple[Ids, Ids]:
         """Source and target block ids; no two tables of the shuffled case are alike."""
         ids = np.arange(_NULL_BLOCKS, shape.blocks, dtype=np.int64)
         if not self.shuffled:
@@ -129,7 +132,7 @@ class Case:
         return rng.permutation(ids), rng.permutation(ids)
 
 
-def all_cases(threads: tuple[int, ...] = (1, 2)) -> list[Case]:
+def all_cases(threads: tuple[int, ...] = THREADS) -> list[Case]:
     """Every case, equal layouts first."""
     pairs = (("NHD", "NHD"), ("NHD", "HND"), ("HND", "NHD"))
     return [
@@ -138,6 +141,7 @@ def all_cases(threads: tuple[int, ...] = (1, 2)) -> list[Case]:
     ]
 
 
+@functools.cache
 def lowered(
     shape: CacheShape, source_layout: str, target_layout: str
 ) -> tuple[TransferPlan, Tiles]:
@@ -175,14 +179,30 @@ def merged_blocks(
     return source[firsts], target[firsts], counts * size
 
 
-def blank_target(shape: CacheShape) -> npt.NDArray[np.uint8]:
+class Reader:
     """Private memory for a whole pool, touched and zero. It begins on a cache line, as the tensors
     of engines do; NumPy's own arrays begin 16 bytes behind one.
     """
-    memory = np.zeros(shape.region_bytes + _LINE, dtype=np.uint8)
-    memory[:] = 0
-    first = -memory.ctypes.data % _LINE
-    return memory[first : first + shape.region_bytes]
+
+    def __init__(self, shape: CacheShape) -> None:
+        self.shape = shape
+        self._known = shape.known_cells()
+        memory = np.zeros(shape.region_bytes + _LINE, dtype=np.uint8)
+        first = -memory.ctypes.data % _LINE
+        self.target = memory[first : first + shape.region_bytes]
+        self.clear()
+
+    def clear(self) -> None:
+        """Zeroes the target."""
+        self.target[:] = 0
+
+    def check(self, _contender: str, case: Case) -> None:
+        """Checks the target after a transfer.
+
+        Raises:
+            WrongDataError: it holds something else than it should.
+        """
+        check_target(self.shape, case, self.target, self._known)
 
 
 def check_target(

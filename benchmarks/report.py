@@ -1,331 +1,343 @@
-"""What a run leaves behind: a table on the terminal, JSON, Markdown."""
+"""What a benchmark leaves behind: a page, shown and written, the results as JSON, a picture.
 
-from collections.abc import Iterator, Sequence
+A command makes a :class:`Run` first, which says what goes on meanwhile. Its results extend
+:class:`Results`, and a page begins with what all of them have.
+"""
+
+import contextlib
+import importlib.metadata
+import io
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
+import typer
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks import tables
-from benchmarks.binding import BindResult
-from benchmarks.cases import CacheShape, Case
-from benchmarks.confirm import ConfirmResult
-from benchmarks.figures import COMPARISONS, CaseResult, Ratio
-from benchmarks.machine import Machine
+import kvferry
 
-_FAMILIES = (
-    ("memcpy", "memcpy"),
-    ("shm", "kvferry shm"),
-    ("process_vm_readv", "bare process_vm_readv"),
-    ("process_vm_readv, blocks", "the same by blocks"),
-    ("vm", "kvferry vm"),
-    ("nixl shm", "NIXL shm"),
-    ("socket", "bare socket"),
-    ("tcp", "kvferry tcp"),
-    ("nixl tcp", "NIXL TCP"),
-    ("tls", "bare TLS"),
-    ("tcp encrypted", "kvferry tcp encrypted"),
-    ("nixl (placed) shm", "kvferry nixl (placed), shm"),
-    ("nixl (staged) shm", "kvferry nixl (staged), shm"),
-    ("nixl (placed) tcp", "kvferry nixl (placed), TCP"),
-    ("nixl (staged) tcp", "kvferry nixl (staged), TCP"),
-)
-_COMPARED = {
-    ("shm", "memcpy"): "shm / memcpy",
-    ("shm", "nixl shm"): "shm / NIXL",
-    ("vm", "process_vm_readv"): "vm / process_vm_readv",
-    ("vm", "process_vm_readv, blocks"): "vm / the same by blocks",
-    ("vm", "nixl shm"): "vm / NIXL",
-    ("tcp", "socket"): "tcp / socket",
-    ("tcp", "nixl tcp"): "tcp / NIXL",
-    ("tcp encrypted", "tls"): "encrypted / TLS",
-    ("nixl (placed) shm", "nixl shm"): "nixl (placed) / NIXL, shm",
-    ("nixl (placed) tcp", "nixl tcp"): "nixl (placed) / NIXL, TCP",
-}
+Rounds = Annotated[int, typer.Option(min=1, help="Times that everything is measured.")]
+Out = Annotated[Path, typer.Option(help="Folder for the results.")]
+Quick = Annotated[bool, typer.Option(help="A test of the benchmark: as little as possible.")]
+RESULTS = Path("benchmarks/results")
+
+Cells: TypeAlias = Iterable[tuple[str, ...]]
+"""A table, its header first."""
+
+_PACKAGES = ("numpy", "numba", "pyzmq", "torch", "nixl", "nixl-cu12")
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about the machine and what runs on it. Figures mean little without them."""
+
+    date: str
+    """UTC, at the start."""
+    cpu: str
+    cores: int
+    """Cores that this process may run on."""
+    memory_gib: float
+    kernel: str
+    python: str
+    versions: dict[str, str]
+    load_before: float
+    """Processes that ran or wanted to, over the last minute, before the benchmark began."""
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one run measured."""
+    """All that one run measured. Each benchmark adds what it has found."""
 
     command: str
-    rounds: int
     machine: Machine
-    shape: CacheShape
-    """Of the transports' cache."""
-    nixl_skipped: str | None
-    """Why NIXL did not take part."""
-    load_after: float
-    """Load average at the end; the run itself makes about 1 to 2 of it."""
-    quick: bool
+    rounds: int = 1
+    load_after: float = 0.0
+    """The load average at the end; the run itself makes 1 to 2 of it."""
+    quick: bool = False
     """Whether this was only a test of the benchmark."""
-    stores: tuple[float, float] | None = None
-    """What :func:`kvferry.layouts.copier.measure_stores` found; ``None`` in older results."""
-    transports: tuple[CaseResult, ...] = ()
-    bind: tuple[BindResult, ...] = ()
-    confirm: tuple[ConfirmResult, ...] = ()
 
 
-def show(results: Results, console: Console) -> None:
-    """Prints tables, and what was missed."""
-    if results.transports:
-        table = Table(title=_transport_title(results))
-        for header in _transport_header():
-            table.add_column(header, justify="left" if header == "case" else "right")
-        for case in results.transports:
-            colours = ["white", *_colours(case)]
-            cells = _transport_cells(results.shape, case)
-            plain = len(cells) - len(COMPARISONS)
-            table.add_row(
-                *cells[:plain],
-                *(
-                    f"[{colour}]{cell}[/]"
-                    for cell, colour in zip(cells[plain:], colours[1:], strict=True)
-                ),
-            )
-        console.print(table)
-    for line in _control_lines(results):
-        console.print(line, highlight=False, markup=False)
-    for line in (*_caveats(results), *missed(results)):
-        console.print(f"[yellow]![/] {line}", highlight=False)
+Found = TypeVar("Found", bound=Results)
+Item = TypeVar("Item")
 
 
-def write(results: Results, folder: Path) -> None:
-    """Writes ``transport.json`` and ``RESULTS.md`` into ``folder``."""
-    tables.write(folder, "transport", results, markdown(results), "RESULTS")
+class Run:
+    """One call of a benchmark: where it runs, what it was asked for, what is said meanwhile."""
+
+    def __init__(
+        self, module: str, out: Path, *, rounds: int = 1, quick: bool = False, width: int = 180
+    ) -> None:
+        """Looks at the machine as it is before the benchmark begins.
+
+        Args:
+            module: the name after ``python -m``.
+            out: the folder for the results.
+            rounds: times that everything is measured.
+            quick: whether this is only a test of the benchmark.
+            width: columns of what is printed to something else than a terminal.
+        """
+        self.console = Console()
+        if not self.console.is_terminal:
+            self.console.width = width  # nothing else could say how wide a log file is
+        self.command = command_of(module)
+        self.machine = describe_machine()
+        self.out = out
+        self.rounds = rounds
+        self.quick = quick
+
+    def say(self, text: str) -> None:
+        """Prints what goes on."""
+        self.console.print(text, highlight=False, markup=False)
+
+    def results(self, kind: type[Found], **found: Any) -> Found:
+        """The results of this run, which has just measured its last."""
+        return kind(
+            command=self.command,
+            machine=self.machine,
+            rounds=self.rounds,
+            load_after=load_average(),
+            quick=self.quick,
+            **found,
+        )
+
+    def publish(
+        self,
+        name: str,
+        results: Found,
+        page: Callable[[Found], str],
+        draw: Callable[[Found, Path], object] | None = None,
+    ) -> None:
+        """Prints the page; writes it, the results and a picture into the folder.
+
+        Args:
+            name: the files are ``<name>.json``, ``<NAME>.md`` and ``<name>.png``.
+            results: all that was measured.
+            page: makes the page for people of the results.
+            draw: writes the picture to a path; left out for none.
+        """
+        text = self.write(name, results, page)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        if draw is not None:
+            draw(results, self.out / f"{name}.png")
+        self.console.print(f"written to {self.out}")
+
+    def write(self, name: str, results: Found, page: Callable[[Found], str]) -> str:
+        """Writes the page and the results alone, as :meth:`publish` does; returns the page."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / f"{name}.json").write_bytes(msgspec.json.encode(results) + b"\n")
+        text = page(results)
+        (self.out / f"{name.upper()}.md").write_text(text)
+        return text
 
 
-def missed(results: Results) -> list[str]:
-    """A sentence for each goal that was missed: by how much, and where the time went."""
-    if results.quick:
-        return []
-    sentences = [
-        _missed_ratio(results, case, ratio)
-        for case in results.transports
-        for ratio in case.ratios
-        if not ratio.met
-    ]
-    sentences += [
-        f"bind of {bind.tokens:,} tokens: {_ms(bind.median_seconds)} ms, the goal is "
-        f"{_ms(bind.goal_seconds)} ms; it makes {bind.runs} runs."
-        for bind in results.bind
-        if bind.goal_seconds is not None and bind.median_seconds > bind.goal_seconds
-    ]
-    return sentences
+def start(main: Callable[..., object]) -> None:
+    """Runs a function as the command line says."""
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    app.command()(main)
+    app()
 
 
-def markdown(results: Results) -> str:
-    """The page for people."""
-    machine = results.machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    made = (
-        f"Made by `{results.command}` on {machine.date}: {machine.cpu}, {machine.cores} cores, "
-        f"{machine.memory_gib} GiB, Linux {machine.kernel}, Python {machine.python}, {versions}. "
-        f"Load average {machine.load_before} before, {results.load_after} after."
+# ---- where and when --------------------------------------------------------------------------
+
+
+def load_average() -> float:
+    """Processes that ran or wanted to, over the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def command_of(module: str) -> str:
+    """The command that started this process: ``python -m module`` and its arguments, of paths of
+    this machine the names.
+    """
+    arguments = [Path(each).name if each.startswith("/") else each for each in sys.argv[1:]]
+    return shlex.join(["python", "-m", module, *arguments])
+
+
+def describe_machine() -> Machine:
+    """Reads the facts off this machine."""
+    versions = {"kvferry": kvferry.__version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return Machine(
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        cpu=_cpu_model(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        kernel=platform.release(),
+        python=platform.python_version(),
+        versions=versions,
+        load_before=load_average(),
     )
-    lines = ["# Benchmark results", "", made, ""]
-    lines += [f"**{caveat}**\n" for caveat in _caveats(results)]
-    if results.transports:
-        lines += [*_transport_markdown(results), ""]
-    if results.bind or results.confirm:
-        lines += ["## Bind and confirm", "", *[f"- {line}" for line in _control_lines(results)], ""]
-    lines += ["## Goals", ""]
-    lines += [f"- {sentence}" for sentence in missed(results)] or [_all_met(results)]
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+# ---- figures ---------------------------------------------------------------------------------
+
+
+class TimedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One case: seconds by round of each contender."""
+
+    seconds: dict[str, tuple[float, ...]]
+    nbytes: int = 0
+    """Bytes that every contender moves."""
+
+    def median(self, contender: str) -> float:
+        """Seconds of a contender: the median over the rounds."""
+        return statistics.median(self.seconds[contender])
+
+    def gbps(self, contender: str) -> float:
+        """Bytes of the case over the median time, in GB/s."""
+        return self.nbytes / self.median(contender) / 1e9
+
+    def ratios(self, other: str, contender: str = "kvferry") -> list[float]:
+        """How many times faster than the other a contender is, by round."""
+        pairs = zip(self.seconds[other], self.seconds[contender], strict=True)
+        return [theirs / ours for theirs, ours in pairs]
+
+
+def in_turn(contenders: Sequence[Item], number: int) -> list[Item]:
+    """The contenders of a round, in each of which another one begins: none is always behind the
+    same neighbour.
+
+    >>> in_turn("abc", 4)
+    ['b', 'c', 'a']
+    """
+    first = number % len(contenders)
+    return [*contenders[first:], *contenders[:first]]
+
+
+def take_turns(
+    contenders: Mapping[str, Callable[[], float]], rounds: int
+) -> dict[str, tuple[float, ...]]:
+    """Has each contender measure itself once in each round; the round before the first warms up.
+
+    Args:
+        contenders: name → what measures it and returns seconds.
+        rounds: times that everything is measured.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name in in_turn(list(contenders), number):
+            took = contenders[name]()
+            if number > 0:
+                seconds[name].append(took)
+    return {name: tuple(each) for name, each in seconds.items()}
+
+
+# ---- the page --------------------------------------------------------------------------------
+
+
+def page(
+    title: str,
+    results: Results,
+    about: str,
+    body: Iterable[str],
+    caveats: Iterable[str] = (),
+) -> str:
+    """The page for people.
+
+    Args:
+        title: its heading.
+        results: whose command, machine and load are told.
+        about: more about what was measured, in the same paragraph.
+        body: lines of Markdown.
+        caveats: sentences in bold before the body.
+    """
+    lines = [f"# {title}", "", f"{_made(results)} {about}".rstrip(), ""]
+    for caveat in (*_caveats(results), *caveats):
+        lines += [f"**{caveat}**", ""]
+    lines += body
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _all_met(results: Results) -> str:
+def _made(results: Results) -> str:
+    machine = results.machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    return (
+        f"Made by `{results.command}` on {machine.date}: {machine.cpu}, {machine.cores} cores, "
+        f"{machine.memory_gib} GiB, Linux {machine.kernel}, Python {machine.python}, {versions}. "
+        f"Rounds: {results.rounds}. Load average {machine.load_before} before, "
+        f"{results.load_after} after."
+    )
+
+
+def _caveats(results: Results) -> Iterator[str]:
     if results.quick:
-        return "Not judged: this was a quick run."
-    return "All that were measured are met."
-
-
-def _transport_markdown(results: Results) -> Iterator[str]:
-    header = _transport_header()
-    yield "## Transports"
-    yield ""
-    yield f"{_transport_title(results)}. GB/s are medians. A ratio is the median over the rounds "
-    yield "of each round's ratio, then the lowest and the highest, and the goal; bold ones miss it."
-    yield ""
-    yield "| " + " | ".join(header) + " |"
-    yield "| --- |" + " ---: |" * (len(header) - 1)
-    for case in results.transports:
-        cells = _transport_cells(results.shape, case)
-        plain = len(cells) - len(COMPARISONS)
-        judged = [
-            f"**{cell}**" if colour == "red" else cell
-            for cell, colour in zip(cells[plain:], _colours(case), strict=True)
-        ]
-        yield "| " + " | ".join([*cells[:plain], *judged]) + " |"
-    yield ""
-    yield "![transports](transport.png)"
-    yield ""
-    yield from _method(results)
-
-
-def _method(results: Results) -> Iterator[str]:
-    shape = results.shape
-    yield "How it was measured:"
-    yield ""
-    yield (
-        f"- {shape.layers} layers, {shape.kv_heads} KV heads, head size {shape.head_size}, "
-        f"bfloat16, blocks of {shape.block_size}, {shape.tokens:,} tokens: "
-        f"{_mb(shape)}. All sources serve the same shared memory; all "
-        "readers read into private memory, from one process into another."
-    )
-    yield (
-        "- Before the rounds every contender moved every case once, and every cell was compared. "
-        "Processes of contenders whose turn it is not are suspended, since NIXL's poll when idle."
-    )
-    yield (
-        "- Ours is timed from the block tables to the data in place, `bind` included. NIXL's "
-        "descriptors are merged and its request is made before the clock starts, and nothing of it "
-        "polls where that would take a core from the copy. Where the layouts differ its figure is "
-        "the READ and then `index_select`, permute and `index_copy_` in torch with as many threads."
-    )
-    yield (
-        "- `memcpy` is one copy of as many bytes from the mapped shared memory: `memmove` in as "
-        "many threads or torch's `copy_`, whichever is faster in that case."
-    )
-    if results.stores is not None:
-        plain, around = results.stores
+        yield "A quick run: its figures say nothing."
+    elif results.machine.load_before > 0.5 * results.machine.cores:
         yield (
-            f"- Half a MiB that is not in the cache takes one thread {plain * 1e6:.0f} µs with "
-            f"plain stores and {around * 1e6:.0f} µs with stores around the cache: by this each "
-            "process chooses at start how copies of 4 MiB and more store."
-        )
-    yield (
-        "- `bare process_vm_readv` reads as many bytes from the private memory that `vm` reads, in "
-        "as many threads: one span for each, or pieces of 8 MiB that they take as they come, "
-        "whichever is faster. Shuffled blocks cannot be read so. `The same by blocks` reads each "
-        "of them whole to where it belongs, from spans that were listed before the clock starts, "
-        "256 to a call: what is between the two is the kernel's cost of a span, not ours."
-    )
-    yield (
-        "- `bare socket` is a loop of `sendall` from that memory and `recv_into` one piece of "
-        "memory over loopback; connections, and threads on either side, as many as the case has. "
-        "`bare TLS` is the same through Python's `ssl`."
-    )
-    yield (
-        "- `nixl (placed)` and `nixl (staged)` are our transport `nixl` over the same paths: "
-        "straight into the cache where the layouts are equal, or in chunks into staging memory, "
-        "from where they are put in place, with any change of layout."
-    )
-    chosen = {
-        f"{case.case}: {best.contender}"
-        for case in results.transports
-        for family in ("memcpy", "nixl shm", "nixl tcp")
-        if case.case.threads > 1 and (best := case.best(family)) and best.contender != family
-    }
-    yield (
-        "- With two threads on both sides, kvferry has two movers in the reader (over `tcp` two "
-        "threads on either side), torch two threads, and NIXL runs as it is and with "
-        "`num_threads=2`; the faster counts. What won where it is not the first choice: "
-        + ("; ".join(sorted(chosen)) or "nothing")
-        + "."
-    )
-
-
-def _transport_title(results: Results) -> str:
-    return f"{_mb(results.shape)} per transfer, {results.rounds} rounds, GB/s"
-
-
-def _transport_header() -> list[str]:
-    return [
-        "case",
-        *(title for _, title in _FAMILIES),
-        *(_COMPARED[pair] for pair in COMPARISONS),
-    ]
-
-
-def _transport_cells(shape: CacheShape, result: CaseResult) -> list[str]:
-    cells = [str(result.case)]
-    for family, _ in _FAMILIES:
-        best = result.best(family)
-        cells.append(f"{shape.transfer_bytes / best.seconds / 1e9:.1f}" if best else "–")
-    for ours, theirs in COMPARISONS:
-        ratio = result.ratio(ours, theirs)
-        cells.append(ratio_text(ratio) if ratio else "–")
-    return cells
-
-
-def ratio_text(ratio: Ratio) -> str:
-    """Median, lowest and highest, goal."""
-    return f"{ratio.median:.2f} ({ratio.low:.2f}–{ratio.high:.2f}) ≥ {ratio.goal:g}"
-
-
-def _colours(result: CaseResult) -> list[str]:
-    ratios = [result.ratio(*pair) for pair in COMPARISONS]
-    return ["white" if not ratio else "green" if ratio.met else "red" for ratio in ratios]
-
-
-def _control_lines(results: Results) -> list[str]:
-    lines = [
-        f"bind, 80 layers, 8 heads, TP 8 → TP 3, block 16 → 24, {bind.tokens:,} tokens: median "
-        f"{_ms(bind.median_seconds)} ms, p99 {_ms(bind.p99_seconds)} ms"
-        + (f" (goal {_ms(bind.goal_seconds)} ms)" if bind.goal_seconds else "")
-        + f"; {bind.runs} runs × {bind.tiles} tiles; planned once per peer in "
-        f"{_ms(bind.plan_seconds)} ms"
-        for bind in results.bind
-    ]
-    lines += [
-        f"confirm, {confirm.leases} leases in flight, {confirm.case}: median "
-        f"{confirm.median_seconds * 1e6:.0f} µs, p99 {confirm.p99_seconds * 1e6:.0f} µs "
-        f"({confirm.confirms:,} round trips between two processes)"
-        for confirm in results.confirm
-    ]
-    return lines
-
-
-def _caveats(results: Results) -> list[str]:
-    caveats = []
-    if results.quick:
-        caveats.append("A quick run: its figures say nothing.")
-    if results.nixl_skipped is not None:
-        caveats.append(f"NIXL did not take part: {results.nixl_skipped}.")
-    if results.machine.load_before > 0.5 * results.machine.cores:
-        caveats.append(
             f"Other work was running (load average {results.machine.load_before} before the "
             "benchmark began): the figures are noisy."
         )
-    return caveats
 
 
-def _missed_ratio(results: Results, result: CaseResult, ratio: Ratio) -> str:
-    shape, cores = results.shape, results.machine.cores
-    ours, theirs = result.best(ratio.ours), result.best(ratio.theirs)
-    assert ours is not None
-    assert theirs is not None
-    busy = ours.cpu_seconds / (ours.seconds * min(cores, 2 * result.case.threads))
-    held = (
-        "all the cores it may use were busy"
-        if busy > 0.85
-        else f"the cores it may use were busy {busy:.0%} of the time, so it waited for one thread"
-    )
-    return (
-        f"{_COMPARED[ratio.ours, ratio.theirs]}, {result.case}: {ratio.median:.2f} of "
-        f"{ratio.goal:g}, short by {1 - ratio.median / ratio.goal:.0%}. Ours moved "
-        f"{shape.transfer_bytes / ours.seconds / 1e9:.1f} GB/s, theirs "
-        f"{shape.transfer_bytes / theirs.seconds / 1e9:.1f}. Of our {_ms(ours.seconds)} ms, "
-        f"source and reader computed {_ms(sum(ours.source_cpu))} and {_ms(sum(ours.reader_cpu))} "
-        f"ms, {ours.kernel_seconds / max(ours.cpu_seconds, 1e-9):.0%} of it in the kernel: {held}."
-    )
+def table(cells: Cells, left: int = 1) -> list[str]:
+    """Lines of a table in Markdown, its first ``left`` columns flush left.
+
+    >>> table([("case", "ms"), ("short", "2")])
+    ['| case | ms |', '| --- | ---: |', '| short | 2 |']
+    """
+    header, *rows = cells
+    rule = "|" + " --- |" * left + " ---: |" * (len(header) - left)
+    first, *lines = ("| " + " | ".join(row) + " |" for row in (header, *rows))
+    return [first, rule, *lines]
 
 
-def _mb(shape: CacheShape) -> str:
-    return f"{shape.transfer_bytes / 1e6:.3g} MB"
+def bullets(lines: Iterable[str]) -> list[str]:
+    """A list in Markdown."""
+    return [f"- {line}" for line in lines]
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g}"
+def ratio_cell(ratios: Sequence[float], goal: float | None = None) -> str:
+    """Median, lowest and highest, goal; in bold where the goal is missed.
+
+    >>> ratio_cell([2.0, 1.0, 4.0], 1.5)
+    '2.00 (1.00–4.00) ≥ 1.5'
+    """
+    middle = statistics.median(ratios)
+    text = f"{middle:.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+    if goal is None:
+        return text
+    text = f"{text} ≥ {goal:g}"
+    return text if middle >= goal else f"**{text}**"
 
 
-def family_gbps(shape: CacheShape, results: Sequence[CaseResult], family: str) -> list[float]:
-    """GB/s of a family in each case; 0 where it did not take part."""
-    rows = [result.best(family) for result in results]
-    return [shape.transfer_bytes / row.seconds / 1e9 if row else 0.0 for row in rows]
+# ---- the picture -----------------------------------------------------------------------------
 
 
-def case_label(case: Case) -> str:
-    """Two short lines for a picture."""
-    return f"{case.layouts}\n{case.tables}"
+@contextlib.contextmanager
+def picture(
+    path: Path, rows: int, columns: int, size: tuple[float, float], **options: Any
+) -> Iterator[Any]:
+    """A grid of axes to draw on, which is written to a path when the context ends."""
+    import matplotlib as mpl
+    from PIL import Image
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, **options)
+    yield grid
+    for axes in grid.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110)
+    plt.close(figure)
+    # A palette makes a third of the bytes, and git keeps them all.
+    Image.open(drawn).convert("RGB").quantize(128).save(path, "PNG", optimize=True)

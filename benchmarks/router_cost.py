@@ -9,6 +9,7 @@ reads the request and answers: what a server in Python costs that does nothing.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shutil
 import statistics
@@ -17,28 +18,25 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
-import psutil
-import typer
-from rich.console import Console
+import numpy as np
 
-from benchmarks import tables
-from benchmarks.machine import Machine, command_of, describe_machine, load_average
-from benchmarks.vllm_servers.front import in_front
+from benchmarks import report
+from benchmarks.programs import Program
+from benchmarks.remote import ROOT
 from benchmarks.vllm_servers.ports import free_ports
-from benchmarks.vllm_servers.server import ROOT
 from kvferry.engine.weights import prepare_model
 
 ROUTERS = ROOT / ".venv-routers" / "bin" / "python"
 """The environment of ``vllm-router``; `make test-vllm` sets it up."""
 ANSWER_TOKENS = 16
-SECONDS = 4.0
-"""That a sample lasts."""
-WARM_UP_S = 1.0
+SECONDS, QUICK_SECONDS = 4.0, 1.0
+"""Length of a sample, and of one that is only a test; a quarter of it warms up."""
 CLIENTS = (1, 32)
 PROMPTS = {"short": 100, "long": 4000}
 """Name → words of a prompt, each of about four characters."""
@@ -86,14 +84,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Median and 99th percentile of a request."""
 
 
-class RouterCostResults(msgspec.Struct, frozen=True, kw_only=True):
+class RouterCostResults(report.Results, frozen=True, kw_only=True):
     """All that one call measured."""
 
-    command: str
-    machine: Machine
-    load_after: float
-    """Load average at the end."""
-    rounds: int
     absent: dict[str, str]
     """Contenders that were not there, and why."""
     samples: tuple[Sample, ...]
@@ -342,26 +335,19 @@ def contenders() -> tuple[dict[str, list[str]], dict[str, str]]:
     return found, absent
 
 
+@dataclass(frozen=True)
 class _Contender:
-    """A process that has some cores, and all that descend from it."""
+    """A program that serves, and where."""
 
-    def __init__(self, address: Address, process: psutil.Process, cores: Sequence[int]) -> None:
-        self.address = address
-        self._processes = [process, *process.children(recursive=True)]
-        for each in self._processes:
-            for thread in each.threads():
-                os.sched_setaffinity(thread.id, cores)
-
-    def cpu_s(self) -> float:
-        """User and system time so far."""
-        times = [each.cpu_times() for each in self._processes]
-        return float(sum(each.user + each.system for each in times))
+    address: Address
+    program: Program
 
 
 class Bench:
     """Servers in a thread, and contenders one at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self._seconds = seconds
         cores = sorted(os.sched_getaffinity(0))
         self._cores = cores[:-1] or cores
         os.sched_setaffinity(0, {cores[-1]})
@@ -400,10 +386,13 @@ class Bench:
         }
         filled = [part.format_map(places) if part.startswith("{") else part for part in command]
         log = self._folder / f"{name}.log"
-        with in_front(filled, f"http://127.0.0.1:{port}", "/v1/models", log):
-            (process,) = psutil.Process().children()
+        with Program(filled, f"http://127.0.0.1:{port}/v1/models", log) as program:
+            program.wait()
             few = 2 if "--workers" in command else 1
-            yield _Contender(("127.0.0.1", port), process, self._cores[:few])
+            for process in program.processes():
+                for thread in process.threads():
+                    os.sched_setaffinity(thread.id, self._cores[:few])
+            yield _Contender(("127.0.0.1", port), program)
 
     def measure(self, name: str, contender: _Contender, case: Case) -> Sample:
         """One sample of a contender."""
@@ -412,16 +401,17 @@ class Bench:
     def _sample(
         self, name: str, case: Case, addresses: Sequence[Address], contender: _Contender | None
     ) -> Sample:
-        asyncio.run(_ask_for(WARM_UP_S, addresses, case))
-        before = 0.0 if contender is None else contender.cpu_s()
-        seconds, took = asyncio.run(_ask_for(SECONDS, addresses, case))
+        asyncio.run(_ask_for(self._seconds / 4, addresses, case))
+        before = contender.program.cpu_seconds() if contender else 0.0
+        seconds, took = asyncio.run(_ask_for(self._seconds, addresses, case))
+        after = contender.program.cpu_seconds() if contender else 0.0
         return Sample(
             case=case,
             contender=name,
             requests=len(took),
             seconds=seconds,
-            cpu_s=0.0 if contender is None else contender.cpu_s() - before,
-            latencies_s=(statistics.median(took), statistics.quantiles(took, n=100)[98]),
+            cpu_s=after - before,
+            latencies_s=(statistics.median(took), float(np.percentile(took, 99))),
         )
 
 
@@ -472,16 +462,8 @@ def _latency_ms(samples: Sequence[Sample], index: int) -> float:
     return 1e3 * statistics.median(one.latencies_s[index] for one in samples)
 
 
-def markdown(results: RouterCostResults) -> str:
+def page(results: RouterCostResults) -> str:
     """The page for people."""
-    machine = results.machine
-    made = (
-        f"Made by `{results.command}` on {machine.date}: {machine.cpu}, {machine.cores} cores. "
-        f"Load average {machine.load_before} before, {results.load_after} after. A prefill and a "
-        f"decode server that answer at once, {ANSWER_TOKENS} tokens; the contender has a core for "
-        f"itself, servers and clients share another one. {SECONDS:g} s per sample, rounds, "
-        f"interleaved: {results.rounds}. Medians over the rounds."
-    )
     told = [
         "`direct`: clients ask the prefill server, then the decode server; there is no router.",
         "`echo`: uvicorn with an application that reads the request and answers `{}`.",
@@ -502,60 +484,36 @@ def markdown(results: RouterCostResults) -> str:
         ),
         *(f"`{name}` is not in the table: {why}." for name, why in results.absent.items()),
     ]
-    lines = [
-        "# What a router costs",
-        "",
-        made,
-        "",
-        *tables.bullets(told),
-        "",
-        *tables.markdown(rows(results.samples), 2),
-    ]
-    return "\n".join(lines) + "\n"
+    return report.page(
+        "What a router costs",
+        results,
+        f"A prefill and a decode server that answer at once, {ANSWER_TOKENS} tokens; the contender "
+        f"has a core for itself, servers and clients share another one. {SECONDS:g} s per sample, "
+        "medians over the rounds.",
+        [*report.bullets(told), "", *report.table(rows(results.samples), 2)],
+    )
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each cell is measured.")] = 3,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
+    rounds: report.Rounds = 3, out: report.Out = report.RESULTS, quick: report.Quick = False
 ) -> None:
     """Measures what routers cost before servers that answer at once."""
-    console = Console()
-    machine = describe_machine()
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
+    run = report.Run("benchmarks.router_cost", out, rounds=1 if quick else rounds, quick=quick)
     commands, absent = contenders()
-    cases = [
-        Case(prompt, streams, clients)
-        for prompt in PROMPTS
-        for streams in (False, True)
-        for clients in CLIENTS
-    ]
+    cases = [Case(*each) for each in itertools.product(PROMPTS, (False, True), CLIENTS)]
     samples: list[Sample] = []
     with tempfile.TemporaryDirectory(prefix="router-cost-") as created:
-        bench = Bench(Path(created))
-        for number in range(rounds):
-            say(f"round {number + 1} of {rounds}: direct")
+        bench = Bench(Path(created), QUICK_SECONDS if quick else SECONDS)
+        for number in range(run.rounds):
+            run.say(f"round {number + 1} of {run.rounds}: direct")
             samples += [bench.direct(case) for case in cases]
             for name, command in commands.items():
-                say(f"round {number + 1} of {rounds}: {name}")
+                run.say(f"round {number + 1} of {run.rounds}: {name}")
                 with bench.running(name, command) as contender:
                     samples += [bench.measure(name, contender, case) for case in cases]
-    results = RouterCostResults(
-        command=command_of("benchmarks.router_cost"),
-        machine=machine,
-        load_after=load_average(),
-        rounds=rounds,
-        absent=absent,
-        samples=tuple(samples),
-    )
-    page = markdown(results)
-    say(page)
-    tables.write(out, "router_cost", results, page)
+    results = run.results(RouterCostResults, absent=absent, samples=tuple(samples))
+    run.publish("router_cost", results, page)
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    app.command()(main)
-    app()
+    report.start(main)

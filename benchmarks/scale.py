@@ -16,29 +16,26 @@ says that one costs the same however many others there are.
 """
 
 import math
-import multiprocessing
 import resource
 import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-import typer
 import zmq
-from rich.console import Console
 
-from benchmarks import tables
-from benchmarks.confirm import describe
-from benchmarks.machine import Machine, command_of, describe_machine, load_average
-from benchmarks.plot import write_scale_plot
-from kvferry.connectors.pull.record import RequestRecord
-from kvferry.connectors.pull.sources import Load, LoadState, Sources
+from benchmarks import report
+from benchmarks.cases import CacheShape
+from benchmarks.remote import Remote
+from kvferry.connectors.pull.config import PullConfig
+from kvferry.connectors.pull.pursuit import Pursuit, PursuitState
+from kvferry.connectors.pull.sources import Sources
+from kvferry.connectors.pull.tickets import AcceptedTickets
 from kvferry.control import messages
 from kvferry.control.client import ControlClient
 from kvferry.control.leases import Lease, LeaseTable
@@ -47,6 +44,13 @@ from kvferry.control.options import ControlOptions
 from kvferry.control.proofs import prove
 from kvferry.control.server import ControlServer
 from kvferry.control.tickets import Ticket
+from kvferry.observe.records import RequestRecord
+from kvferry.topology.description import (
+    EngineDescription,
+    ModelFingerprint,
+    RankDescription,
+    tagged_groups,
+)
 
 SIZES = (10, 30, 100, 300, 1000)
 QUICK_SIZES = (4, 8)
@@ -68,7 +72,6 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     unit: str
     engines: int
-    leases: int
     values: list[float]
     """One per round."""
 
@@ -78,14 +81,9 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
         return statistics.median(self.values)
 
 
-class ScaleResults(msgspec.Struct, frozen=True, kw_only=True):
+class ScaleResults(report.Results, frozen=True, kw_only=True):
     """All of a run."""
 
-    command: str
-    machine: Machine
-    load_after: float
-    rounds: int
-    quick: bool
     figures: list[Figure]
 
 
@@ -97,32 +95,75 @@ def _rss() -> int:
 # ---- the process of P ---------------------------------------------------------------------------
 
 
-def serve(pipe: Any, host: str) -> None:
-    """A source: answers on its control port, and does what the pipe asks for."""
-    leases = LeaseTable(max_blocks=1 << 40)
-    with ControlServer(
-        engine_id="source",
+def describe(engine_id: str) -> EngineDescription:
+    """A small engine with one rank."""
+    geometry = CacheShape().geometry("NHD")
+    model = ModelFingerprint(
+        name="benchmark",
+        architecture="benchmark",
+        num_layers=32,
+        num_kv_heads=8,
+        head_size=128,
+        dtype="bfloat16",
+        rope="",
+        config_digest="",
+        weights_digest="",
+    )
+    memory = geometry.memory(0, num_blocks=16)
+    return EngineDescription(
+        engine_id=engine_id,
         incarnation="benchmark",
-        role="kv_producer",
-        leases=leases,
-        host=host,
-        options=OPTIONS,
-    ) as server:
-        server.set_description(describe("source"))
-        pipe.send(server.port)
-        while (order := pipe.recv()) is not None:
-            what, count = order
-            if what == "grant":
-                granted = [leases.grant(f"request-{index}", 128) for index in range(count)]
-                ids = [lease.lease_id for lease in granted if isinstance(lease, Lease)]
-                pipe.send({lease_id: server.secret(lease_id) for lease_id in ids})
-            elif what == "look":
-                pipe.send((time.process_time(), _rss()))
-            elif what == "expire":
-                pipe.send(_seconds(partial(leases.expire, awake_s=1e9, lives=lambda _: True)))
-            else:
-                began = time.perf_counter()
-                pipe.send((len(leases.sweep()), time.perf_counter() - began))
+        model=model,
+        groups=tagged_groups([geometry]),
+        ranks=(RankDescription(rank=0, endpoints={"shm": b""}, memory=(memory,)),),
+    )
+
+
+class Source:
+    """A control server, and the leases that it answers for."""
+
+    def __init__(self, host: str) -> None:
+        self._leases = LeaseTable(max_blocks=1 << 40)
+        self._server = ControlServer(
+            engine_id="source",
+            incarnation="benchmark",
+            role="kv_producer",
+            leases=self._leases,
+            host=host,
+            options=OPTIONS,
+        )
+        self._server.set_description(describe("source"))
+
+    def port(self) -> int:
+        """Where it listens."""
+        return self._server.port
+
+    def grant(self, count: int) -> dict[str, bytes]:
+        """So many new leases: id → secret."""
+        granted = [self._leases.grant(f"request-{index}", 128) for index in range(count)]
+        ids = [lease.lease_id for lease in granted if isinstance(lease, Lease)]
+        return {lease_id: self._server.secret(lease_id) for lease_id in ids}
+
+    def cpu_s(self) -> float:
+        """Seconds that the process has computed so far."""
+        return time.process_time()
+
+    def memory(self) -> int:
+        """Bytes that the process holds."""
+        return _rss()
+
+    def expire(self) -> float:
+        """Seconds of a look at all leases, at a time when none has expired."""
+        return _seconds(partial(self._leases.expire, awake_s=1e9, lives=lambda _: True))
+
+    def sweep(self) -> tuple[int, float]:
+        """Takes away what has ended: how many leases, and the seconds that it took."""
+        began = time.perf_counter()
+        return len(self._leases.sweep()), time.perf_counter() - began
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._server.close()
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -133,47 +174,6 @@ def _seconds(call: Callable[[], object]) -> float:
         call()
         found.append(time.perf_counter() - began)
     return min(found)
-
-
-class Server:
-    """The process of P, seen from here."""
-
-    def __init__(self, pipe: Any) -> None:
-        self._pipe = pipe
-        self.port: int = pipe.recv()
-
-    def ask(self, what: str, count: int = 0) -> Any:
-        """Has the process do something, see :func:`serve`; what it answers."""
-        self._pipe.send((what, count))
-        return self._pipe.recv()
-
-    @property
-    def cpu_s(self) -> float:
-        """Seconds that it has computed so far."""
-        seconds: float = self.ask("look")[0]
-        return seconds
-
-    @property
-    def memory(self) -> int:
-        """Bytes that it holds."""
-        nbytes: int = self.ask("look")[1]
-        return nbytes
-
-
-@contextmanager
-def served(host: str = "127.0.0.1") -> Iterator[Server]:
-    """A new process of P."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, host), daemon=True)
-    process.start()
-    theirs.close()  # if it dies, we read its end and do not wait for ever
-    try:
-        yield Server(ours)
-        ours.send(None)
-        process.join()
-    finally:
-        process.kill()
 
 
 # ---- one P --------------------------------------------------------------------------------------
@@ -260,35 +260,35 @@ Found = dict[tuple[str, str], float]
 def one_source(count: int, confirms: int) -> Found:
     """One P with so many engines."""
     total, found = count * LEASES, Found()
-    with served() as server:
-        engines = Engines(count, server.port)
+    with Remote("P", Source, "127.0.0.1") as server:
+        engines = Engines(count, server.call("port"))
         try:
             hello = [Handshake(id=1, description=describe(f"d{n}")) for n in range(count)]
-            memory, cpu = server.memory, server.cpu_s
+            memory, cpu = server.call("memory"), server.call("cpu_s")
             seconds, _ = engines.ask_all(hello)
             found["handshakes", "per second"] = count / seconds
-            found["CPU per handshake", "µs"] = (server.cpu_s - cpu) / count * 1e6
-            found["memory per engine", "bytes"] = (server.memory - memory) / count
+            found["CPU per handshake", "µs"] = (server.call("cpu_s") - cpu) / count * 1e6
+            found["memory per engine", "bytes"] = (server.call("memory") - memory) / count
 
-            memory = server.memory
-            granted = list(server.ask("grant", total).items())
+            memory = server.call("memory")
+            granted = list(server.call("grant", total).items())
             own = [dict(granted[n * LEASES : (n + 1) * LEASES]) for n in range(count)]
             engines.ask_all([_renew(n, own[n]) for n in range(count)])  # takes them
-            found["memory per lease", "bytes"] = (server.memory - memory) / total
-            cpu = server.cpu_s
+            found["memory per lease", "bytes"] = (server.call("memory") - memory) / total
+            cpu = server.call("cpu_s")
             seconds, _ = engines.ask_all([_renew(n, own[n]) for n in range(count)])
             found["renewed leases", "per second"] = total / seconds
-            found["CPU per renewed lease", "µs"] = (server.cpu_s - cpu) / total * 1e6
-            found["look at all leases", "µs"] = server.ask("expire") * 1e6
+            found["CPU per renewed lease", "µs"] = (server.call("cpu_s") - cpu) / total * 1e6
+            found["look at all leases", "µs"] = server.call("expire") * 1e6
 
-            more = list(server.ask("grant", confirms).items())
+            more = list(server.call("grant", confirms).items())
             took = [
                 engines.ask(index % count, _finish(index % count, *lease))
                 for index, lease in enumerate(more)
             ]
             found["confirm alone, p50", "µs"] = float(np.percentile(took, 50)) * 1e6
             found["confirm alone, p99", "µs"] = float(np.percentile(took, 99)) * 1e6
-            cpu, seconds, took = server.cpu_s, 0.0, []
+            cpu, seconds, took = server.call("cpu_s"), 0.0, []
             for turn in range(LEASES):
                 batch = [list(own[n].items())[turn] for n in range(count)]
                 said = [_finish(n, *lease) for n, lease in enumerate(batch)]
@@ -296,8 +296,8 @@ def one_source(count: int, confirms: int) -> Found:
                 seconds, took = seconds + spent, took + each
             found["confirms at once", "per second"] = total / seconds
             found["confirm at once, p99", "µs"] = float(np.percentile(took, 99)) * 1e6
-            found["CPU per confirm", "µs"] = (server.cpu_s - cpu) / total * 1e6
-            swept, seconds = server.ask("sweep")
+            found["CPU per confirm", "µs"] = (server.call("cpu_s") - cpu) / total * 1e6
+            swept, seconds = server.call("sweep")
             found["sweep per lease", "µs"] = seconds / swept * 1e6
         finally:
             engines.close()
@@ -310,12 +310,14 @@ def one_source(count: int, confirms: int) -> Found:
 class Decode:
     """What a decode engine has for its sources: the PullConnector's."""
 
-    def __init__(self, count: int, server: Server) -> None:
+    def __init__(self, count: int, server: Remote) -> None:
         self._server = server
+        self._port = server.call("port")
         self._client = ControlClient(engine_id="d", incarnation="benchmark", options=OPTIONS)
         ours = describe("d")
         self.sources = Sources(
             self._client,
+            AcceptedTickets(None, PullConfig()),
             groups=[tagged.geometry for tagged in ours.groups],
             addresses=(),
             renew_interval=lambda _ticket: REST_S,
@@ -328,9 +330,9 @@ class Decode:
 
     def grant(self, count: int) -> Iterator[tuple[str, bytes]]:
         """So many new leases, and their secrets."""
-        return iter(self._server.ask("grant", count).items())
+        return iter(self._server.call("grant", count).items())
 
-    def add(self, number: int, lease: tuple[str, bytes]) -> Load:
+    def add(self, number: int, lease: tuple[str, bytes]) -> Pursuit:
         """A request comes with a ticket of one source."""
         ticket = Ticket(
             lease_id=lease[0],
@@ -338,34 +340,35 @@ class Decode:
             incarnation="benchmark",
             secret=lease[1],
             host=self._hosts[number],
-            port=self._server.port,
+            port=self._port,
             request_id=lease[0],
             num_tokens=16,
             block_ids=((1,),),
             lease_duration_s=30.0,
         )
         record = RequestRecord(lease[0], "", True, {"arrived": time.monotonic()})
-        return self.sources.add(record, ticket)
+        return self.sources.pursuits.add(record, ticket)
 
     def step(self) -> None:
         """What every step of the engine does, but for what it says to its ranks."""
-        self.sources.stepped()
+        self.sources.pursuits.stepped()
         self._client.pump()
         if self.sources.has_news:
             self.sources.take_news()
 
-    def wait(self, loads: Sequence[Load]) -> None:
+    def wait(self, pursuits: Sequence[Pursuit]) -> None:
         """Until the leases of all are had."""
         deadline = time.monotonic() + WAIT_S
-        left = list(loads)
+        left = list(pursuits)
         while left:
             self.step()
-            while left and left[-1].state is not LoadState.WAITING:
+            while left and not left[-1].awaits_source:
                 left.pop()  # the waiting itself is to cost little
             assert time.monotonic() < deadline, "the leases were not had"
             if left:
                 time.sleep(0.002)
-        assert {load.state for load in loads} == {LoadState.READY}, loads[0].error
+        standings = [pursuit.standing for pursuit in pursuits]
+        assert {each.state for each in standings} == {PursuitState.HELD}, standings[0].error
 
     def close(self) -> None:
         """Ends its threads and connections."""
@@ -376,13 +379,12 @@ class Decode:
 def one_target(count: int, takes: int) -> Found:
     """One D with so many sources."""
     total, found = count * LEASES, Found()
-    with served("*") as server:
+    with Remote("P", Source, "*") as server:
         decode = Decode(count, server)
         try:
             leases = decode.grant(total + takes)
             memory, cpu, began = _rss(), time.process_time(), time.perf_counter()
-            loads = [decode.add(n, next(leases)) for n in range(count)]
-            decode.wait(loads)
+            decode.wait([decode.add(n, next(leases)) for n in range(count)])
             found["sources met", "per second"] = count / (time.perf_counter() - began)
             found["CPU per source met", "µs"] = (time.process_time() - cpu) / count * 1e6
             found["memory per source", "bytes"] = (_rss() - memory) / count
@@ -396,11 +398,11 @@ def one_target(count: int, takes: int) -> Found:
             took = []
             for index in range(takes):
                 began = time.perf_counter()
-                load = decode.add(index * 7 % count, next(leases))
-                while load.state is LoadState.WAITING:
+                pursuit = decode.add(index * 7 % count, next(leases))
+                while pursuit.awaits_source:
                     decode.step()
                 took.append(time.perf_counter() - began)
-                decode.sources.release(load)
+                decode.sources.pursuits.release(pursuit)
             found["lease alone, p50", "µs"] = float(np.percentile(took, 50)) * 1e6
             found["lease alone, p99", "µs"] = float(np.percentile(took, 99)) * 1e6
             found["step", "µs"] = _seconds(decode.step) * 1e6
@@ -421,7 +423,7 @@ def exponent(figures: Sequence[Figure]) -> float:
     """The power of the number of engines with which a figure grows, by least squares.
 
     >>> def at(engines, value):
-    ...     return Figure(side="", name="", unit="", engines=engines, leases=0, values=[value])
+    ...     return Figure(side="", name="", unit="", engines=engines, values=[value])
     >>> exponent([at(10, 3.0), at(100, 30.0), at(1000, 300.0)])
     1.0
     """
@@ -433,20 +435,18 @@ def exponent(figures: Sequence[Figure]) -> float:
     return round(float(np.polyfit(sizes, values, 1)[0]), 2) + 0.0  # never -0.0
 
 
-def measure(
-    rounds: int, sizes: Sequence[int], quick: bool, say: Callable[[str], object]
-) -> list[Figure]:
+def measure(run: report.Run) -> list[Figure]:
     """All figures at all sizes, in interleaved rounds."""
     found: dict[tuple[str, str, str, int], list[float]] = {}
     sides: dict[str, Callable[[int], Found]] = {
-        "one P": partial(one_source, confirms=20 if quick else CONFIRMS),
-        "one D": partial(one_target, takes=20 if quick else CONFIRMS),
+        "one P": partial(one_source, confirms=20 if run.quick else CONFIRMS),
+        "one D": partial(one_target, takes=20 if run.quick else CONFIRMS),
     }
-    for turn in range(rounds):
-        for side, run in sides.items():
-            for engines in sizes:
-                say(f"round {turn + 1}: {side}, {engines} engines")
-                for (name, unit), value in run(engines).items():
+    for turn in range(run.rounds):
+        for side, one in sides.items():
+            for engines in QUICK_SIZES if run.quick else SIZES:
+                run.say(f"round {turn + 1}: {side}, {engines} engines")
+                for (name, unit), value in one(engines).items():
                     found.setdefault((side, name, unit, engines), []).append(value)
     return [
         Figure(
@@ -454,7 +454,6 @@ def measure(
             name=name,
             unit=unit,
             engines=engines,
-            leases=engines * LEASES,
             values=values,
         )
         for (side, name, unit, engines), values in found.items()
@@ -474,72 +473,46 @@ def cells(results: ScaleResults, side: str) -> Iterator[tuple[str, ...]]:
 
 def page(results: ScaleResults) -> str:
     """The page for people."""
-    machine = results.machine
-    engines = {"one P": "decode engines", "one D": "prefill engines"}
-    made = (
-        f"Made by `{results.command}` on {machine.date}: {machine.cpu}, {machine.cores} cores, "
-        f"Python {machine.python}; medians of {results.rounds} round(s). Load average "
-        f"{machine.load_before} before, {results.load_after} after. The engines that ask run on "
-        "the same cores."
-    )
-    lines = [
-        "# The control plane at scale",
-        "",
-        made,
-        "",
-        *(["**A quick run: its figures say nothing.**", ""] if results.quick else []),
-    ]
-    for side, others in engines.items():
-        title = (
-            f"## {side[0].upper()}{side[1:]} with so many {others}, and {LEASES} leases with each"
-        )
-        lines += [title, "", *tables.markdown(cells(results, side), left=2), ""]
+    lines: list[str] = []
+    for side, others in (("one P", "decode engines"), ("one D", "prefill engines")):
+        title = f"## O{side[1:]} with so many {others}, and {LEASES} leases with each"
+        lines += [title, "", *report.table(cells(results, side), left=2), ""]
     note = (
         "The exponent is that of the number of engines with which a row grows: about 0 for what "
         "one engine or lease costs says that all of them together cost in proportion to their "
         "number. `look at all leases` is what the server does once a second; it is to grow with "
         "1. What waits at once for one server waits for all before it, so its p99 grows with 1."
     )
-    return "\n".join([*lines, note, "", "![scale](scale.png)"]) + "\n"
+    return report.page(
+        "The control plane at scale",
+        results,
+        "Medians of the rounds. The engines that ask run on the same cores.",
+        [*lines, note, "", "![scale](scale.png)"],
+    )
+
+
+def draw(results: ScaleResults, path: Path) -> None:
+    """Draws what takes time over the number of engines, a panel per side; all axes logarithmic."""
+    shown = [figure for figure in results.figures if figure.unit == "µs"]
+    sides = list(dict.fromkeys(figure.side for figure in shown))
+    with report.picture(path, 1, len(sides), (6.5 * len(sides), 4.6)) as grid:
+        for axes, side in zip(grid[0], sides, strict=True):
+            own = [figure for figure in shown if figure.side == side]
+            for name in dict.fromkeys(figure.name for figure in own):
+                line = [(each.engines, each.median) for each in own if each.name == name]
+                axes.loglog(*zip(*sorted(line), strict=True), marker="o", label=f"{name} (µs)")
+            axes.set_title(f"{side}, by the number of engines")
+            axes.legend(fontsize=7, frameon=False)
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each measures every size.")] = 5,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
-    quick: Annotated[bool, typer.Option(help="Few engines, one round: a test of it all.")] = False,
+    rounds: report.Rounds = 5, out: report.Out = report.RESULTS, quick: report.Quick = False
 ) -> None:
     """Measures what the control plane of one P, and of one D, costs with up to 1,000 engines."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = 140
-    machine, sizes = describe_machine(), QUICK_SIZES if quick else SIZES
-    rounds = 1 if quick else rounds
-    figures = measure(rounds, sizes, quick, partial(console.print, highlight=False))
-    results = ScaleResults(
-        command=command_of("benchmarks.scale"),
-        machine=machine,
-        load_after=load_average(),
-        rounds=rounds,
-        quick=quick,
-        figures=figures,
-    )
-    for side in ("one P", "one D"):
-        tables.show(console, side, cells(results, side), (), left=2)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "scale.json").write_bytes(msgspec.json.encode(results) + b"\n")
-    (out / "SCALE.md").write_text(page(results))
-    write_scale_plot(
-        [
-            (one.side, f"{one.name} ({one.unit})", one.engines, one.median)
-            for one in figures
-            if one.unit == "µs"
-        ],
-        out / "scale.png",
-    )
-    console.print(f"written to {out}")
+    run = report.Run("benchmarks.scale", out, rounds=1 if quick else rounds, quick=quick)
+    results = run.results(ScaleResults, figures=measure(run))
+    run.publish("scale", results, page, draw)
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    app.command()(main)
-    app()
+    report.start(main)

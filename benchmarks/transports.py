@@ -5,37 +5,64 @@ environment or runs in their background, so that no contender's threads, setting
 touch another's figures: a stage runs only while it is its turn.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import product
 
-from benchmarks import nixl_side
-from benchmarks.cases import CacheShape, Case
-from benchmarks.figures import FAMILIES, CaseResult, Row, compare
+from benchmarks.cases import THREADS, CacheShape, Case, all_cases
 from benchmarks.kvferry_side import BARE_VM, ENCRYPTED, KvferryReader, KvferrySource, Offer
 from benchmarks.nixl_side import NixlReader, NixlSource
-from benchmarks.nixl_ways_side import NixlWaysReader, NixlWaysSource
 from benchmarks.remote import Remote
-from benchmarks.samples import Sample
-from kvferry.lifetimes import Closing
+from benchmarks.report import Run, in_turn
+from benchmarks.transport_page import TransportResults, TransportRow
+from kvferry.layouts.copier import measure_stores
 
 NIXL_TLS = {"shm": "all", "tcp": "tcp"}
 """``UCX_TLS``. Of all transports UCX takes cross memory attach for a READ on one host; given only
 those of shared memory it finds none that reports a dead peer, and NIXL does not start."""
 
 
-Cpu = tuple[float, float]
-"""CPU seconds: a process's own code, the kernel for it."""
+QUICK = CacheShape(layers=2, kv_heads=2, head_size=32, block_size=16, tokens=320)
 
 
-class Measured(NamedTuple):
-    """One transfer, and what it took in the two processes."""
+def measure(run: Run, nixl_skipped: str | None) -> TransportResults:
+    """Measures all contenders.
 
-    sample: Sample
-    source_cpu: Cpu
-    reader_cpu: Cpu
+    Args:
+        run: how many rounds, and whether the cache is tiny.
+        nixl_skipped: why NIXL does not take part, or ``None``.
+
+    Raises:
+        WrongDataError: a contender moved something else than it should.
+    """
+    shape = QUICK if run.quick else CacheShape()
+    cases = all_cases()
+    nixl_threads = () if nixl_skipped else (0,) if run.quick else (0, 2)
+    found: dict[Case, dict[str, tuple[float, ...]]] = {case: {} for case in cases}
+    with ExitStack() as stack:
+        stages = _start_stages(stack, run, shape, nixl_threads)
+        run.say("checking the data")
+        for case in cases:
+            for stage, contender in _contenders(stages, case):
+                stage.check(contender, case)
+        for number in range(run.rounds):
+            run.say(f"round {number + 1} of {run.rounds}")
+            for case in cases:
+                for stage, contender in in_turn(_contenders(stages, case), number):
+                    before = found[case].get(contender, ())
+                    found[case][contender] = (*before, stage.measure(contender, case))
+    rows = (
+        TransportRow(case=case, seconds=seconds, nbytes=shape.transfer_bytes)
+        for case, seconds in found.items()
+    )
+    return run.results(
+        TransportResults,
+        shape=shape,
+        nixl_skipped=nixl_skipped,
+        stores=measure_stores(),
+        rows=tuple(rows),
+    )
 
 
 @dataclass(frozen=True)
@@ -55,16 +82,16 @@ class Stage:
         self.source.suspend()
         self.reader.suspend()
 
-    def measure(self, contender: str, case: Case) -> Measured:
-        """One transfer."""
-        self._resume()
-        before = self.source.cpu(), self.reader.cpu()
-        sample: Sample = self.reader.call("measure", contender, case)
-        source_cpu = _less(self.source.cpu(), before[0])
-        sample = self._permuted(case, sample)
-        reader_cpu = _less(self.reader.cpu(), before[1])
-        self.suspend()
-        return Measured(sample, source_cpu, reader_cpu)
+    def measure(self, contender: str, case: Case) -> float:
+        """One transfer; seconds."""
+        self.source.resume()
+        self.reader.resume()
+        seconds: float = self.reader.call("measure", contender, case)
+        self.source.suspend()
+        if self.permutes and case.mismatched:
+            seconds += self.reader.call("permute", case)
+        self.reader.suspend()
+        return seconds
 
     def check(self, contender: str, case: Case) -> None:
         """Transfers once and compares every cell.
@@ -72,172 +99,52 @@ class Stage:
         Raises:
             WrongDataError: the contender moved something else than it should.
         """
-        self._resume()
-        self.reader.call("clear")
-        self._permuted(case, self.reader.call("measure", contender, case))
-        self.reader.call("check", contender, case)
-        self.suspend()
-
-    def _permuted(self, case: Case, sample: Sample) -> Sample:
-        if not (self.permutes and case.mismatched):
-            return sample
-        self.source.suspend()
-        seconds: float = self.reader.call("permute", case)
-        return Sample(sample.seconds + seconds, seconds, sample.segments)
-
-    def _resume(self) -> None:
-        self.source.resume()
         self.reader.resume()
+        self.reader.call("clear")
+        self.measure(contender, case)
+        self.reader.resume()
+        self.reader.call("check", contender, case)
+        self.reader.suspend()
 
 
-class TransportBenchmark(Closing):
-    """The processes of all contenders. A context manager."""
+def _contenders(stages: Sequence[Stage], case: Case) -> list[tuple[Stage, str]]:
+    """Who takes part in a case."""
+    there = (stage for stage in stages if case.threads in stage.threads)
+    return [(stage, contender) for stage in there for contender in stage.contenders]
 
-    def __init__(
-        self,
-        shape: CacheShape,
-        cases: Sequence[Case],
-        *,
-        say: Callable[[str], object],
-        nixl_threads: Sequence[int],
-    ) -> None:
-        """Starts the processes.
 
-        Args:
-            shape: the cache.
-            cases: the cases, in the order of the table.
-            say: told what is going on.
-            nixl_threads: each ``num_threads`` that NIXL is set up with; 0 for its own choice. None
-                at all if it does not take part.
-        """
-        self._shape = shape
-        self._cases = list(cases)
-        self._say = say
-        self._stack = ExitStack()
-        self._measured: dict[tuple[Case, str], list[Measured]] = defaultdict(list)
-        self.stages: list[Stage] = []
-        try:
-            offer = self._add_kvferry()
-            for num_threads in nixl_threads:
-                for transport in NIXL_TLS:
-                    self._add_nixl(offer, transport, num_threads)
-            for transport in NIXL_TLS if nixl_threads else ():
-                self._add_nixl_ways(offer, transport)
-        except BaseException:
-            self._stack.close()
-            raise
+def _start_stages(
+    stack: ExitStack, run: Run, shape: CacheShape, nixl_threads: Sequence[int]
+) -> list[Stage]:
+    """Starts all processes, which end with the stack.
 
-    def run(self, rounds: int) -> list[CaseResult]:
-        """Checks every contender once in every case, then measures ``rounds`` rounds.
+    Args:
+        stack: holds the processes.
+        run: is told what starts.
+        shape: the cache.
+        nixl_threads: each ``num_threads`` that NIXL is set up with; 0 for its own choice. With
+            threads of its own it takes part only where everybody has as many.
+    """
 
-        Raises:
-            WrongDataError: a contender moved something else than it should.
-        """
-        for case in self._cases:
-            self._say(f"checking the data: {case}")
-            for stage, contender in self._contenders(case):
-                stage.check(contender, case)
-        for number in range(rounds):
-            for case in self._cases:
-                self._say(f"round {number + 1} of {rounds}: {case}")
-                # Another one begins each time: none is always behind the same neighbour.
-                contenders = list(self._contenders(case))
-                first = number % len(contenders)
-                for stage, contender in contenders[first:] + contenders[:first]:
-                    self._measured[case, contender].append(stage.measure(contender, case))
-        return [compare(case, self._rows(case)) for case in self._cases]
+    def start(name: str, make: Callable[..., object], *arguments: object, **env: str) -> Remote:
+        run.say(f"starting {name}")
+        return stack.enter_context(Remote(name, make, *arguments, env=env))
 
-    def close(self) -> None:
-        """Ends the processes. Idempotent."""
-        self._stack.close()
-
-    def _contenders(self, case: Case) -> Iterator[tuple[Stage, str]]:
-        for stage in self.stages:
-            if case.threads in stage.threads:
-                for contender in stage.contenders:
-                    # Segments of one head of one token are not what anybody places; blocks in
-                    # order are no more than a few long spans.
-                    placed = "placed" in contender and case.mismatched
-                    if not placed and not ("blocks" in contender and not case.shuffled):
-                        yield stage, contender
-
-    def _rows(self, case: Case) -> list[Row]:
-        return [
-            Row(
-                contender=contender,
-                family=FAMILIES[contender],
-                samples=tuple(each.sample for each in measured),
-                source_cpu=_mean([each.source_cpu for each in measured]),
-                reader_cpu=_mean([each.reader_cpu for each in measured]),
-            )
-            for (of, contender), measured in self._measured.items()
-            if of == case
-        ]
-
-    def _add_kvferry(self) -> Offer:
-        threads = self._threads()
-        self._say("starting kvferry's source and reader")
-        source = self._start("kvferry source", KvferrySource, self._shape, threads, env={})
-        offer: Offer = source.call("offer")
-        reader = self._start("kvferry reader", KvferryReader, self._shape, offer, threads, env={})
-        contenders: tuple[str, ...] = ("memmove", "torch copy", *BARE_VM, "socket")
-        contenders += ("shm", "vm", "tcp")
-        if offer.encrypted:
-            contenders += ("tls", ENCRYPTED)
-        self._add(Stage(source, reader, contenders, threads, permutes=False))
-        return offer
-
-    def _add_nixl(self, offer: Offer, transport: str, num_threads: int) -> None:
-        """With threads of its own it takes part only where everybody has as many."""
-        name = f"nixl {transport}" + (f", num_threads={num_threads}" if num_threads else "")
-        threads = (num_threads,) if num_threads else self._threads()
-        env = {"UCX_TLS": NIXL_TLS[transport], "NIXL_LOG_LEVEL": "ERROR"}
-        self._say(f"starting {name}")
-        source = self._start(
-            f"{name} source", NixlSource, offer, num_threads, transport == "tcp", env=env
-        )
+    source = start("kvferry source", KvferrySource, shape, THREADS)
+    offer: Offer = source.call("offer")
+    reader = start("kvferry reader", KvferryReader, shape, offer, THREADS)
+    contenders: tuple[str, ...] = ("memmove", "torch copy", *BARE_VM, "socket", "shm", "vm", "tcp")
+    if "tls" in offer.bare:
+        contenders += ("tls", ENCRYPTED)
+    stages = [Stage(source, reader, contenders, THREADS, permutes=False)]
+    for num_threads, path in product(nixl_threads, NIXL_TLS):
+        name = f"nixl {path}" + (f", num_threads={num_threads}" if num_threads else "")
+        env = {"UCX_TLS": NIXL_TLS[path], "NIXL_LOG_LEVEL": "ERROR"}
+        stages[-1].suspend()  # it is not to be in the way of what starts
+        source = start(f"{name} source", NixlSource, offer, num_threads, path == "tcp", **env)
         metadata = source.call("metadata")
-        reader = self._start(
-            f"{name} reader", NixlReader, self._shape, metadata, num_threads, env=env
-        )
-        self._add(Stage(source, reader, (name,), threads, permutes=True))
-
-    def _add_nixl_ways(self, offer: Offer, transport: str) -> None:
-        """Our transport over NIXL, by both ways."""
-        name = f"kvferry nixl {transport}"
-        env = {"UCX_TLS": NIXL_TLS[transport], "NIXL_LOG_LEVEL": "ERROR"}
-        threads = self._threads()
-        self._say(f"starting {name}")
-        source = self._start(f"{name} source", NixlWaysSource, offer, env=env)
-        endpoint = source.call("endpoint")
-        reader = self._start(
-            f"{name} reader", NixlWaysReader, self._shape, endpoint, threads, env=env
-        )
-        contenders = (f"nixl (placed) {transport}", f"nixl (staged) {transport}")
-        self._add(Stage(source, reader, contenders, threads, permutes=False))
-
-    def _start(
-        self, name: str, make: Callable[..., object], *arguments: object, env: Mapping[str, str]
-    ) -> Remote:
-        return self._stack.enter_context(Remote(name, make, *arguments, env=env))
-
-    def _add(self, stage: Stage) -> None:
-        stage.suspend()
-        self.stages.append(stage)
-
-    def _threads(self) -> tuple[int, ...]:
-        return tuple(sorted({case.threads for case in self._cases}))
-
-
-def why_no_nixl() -> str | None:
-    """Why NIXL cannot take part, or ``None``."""
-    return nixl_side.why_missing()
-
-
-def _less(after: Cpu, before: Cpu) -> Cpu:
-    return after[0] - before[0], after[1] - before[1]
-
-
-def _mean(pairs: Sequence[Cpu]) -> Cpu:
-    first, second = zip(*pairs, strict=True)
-    return sum(first) / len(pairs), sum(second) / len(pairs)
+        reader = start(f"{name} reader", NixlReader, shape, metadata, num_threads, **env)
+        threads = (num_threads,) if num_threads else THREADS
+        stages.append(Stage(source, reader, (name,), threads, permutes=True))
+    stages[-1].suspend()
+    return stages

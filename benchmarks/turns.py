@@ -16,19 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TypeAlias
 
 import msgspec
-import torch
-import typer
-from rich.console import Console
 
-from benchmarks import tables
-from benchmarks.machine import Machine, command_of, describe_machine, load_average
+from benchmarks import report
+from benchmarks.undivided import undivided
 from benchmarks.vllm_servers.client import metrics, stream
 from kvferry.cluster.launcher import Cluster
-from kvferry.config import ClusterConfig, EngineConfig
-from kvferry.engine.builder import build_engine
+from kvferry.config import ClusterConfig
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig
@@ -75,7 +71,7 @@ class Turn(msgspec.Struct, frozen=True):
     is_right: bool
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class Conversations(msgspec.Struct, frozen=True, kw_only=True):
     """One time that all conversations were held."""
 
     contender: str
@@ -84,17 +80,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Where the engines' KV of prompts came from → tokens."""
 
 
-class TurnResults(msgspec.Struct, frozen=True, kw_only=True):
+class TurnResults(report.Results, frozen=True, kw_only=True):
     """All that one call measured."""
 
-    command: str
-    machine: Machine
-    load_after: float
-    """Load average at the end."""
-    rounds: int
     undivided_tokens: int
     """That one engine computes which forgets nothing."""
-    runs: tuple[Run, ...]
+    runs: tuple[Conversations, ...]
 
 
 class Script(msgspec.Struct, frozen=True):
@@ -142,14 +133,10 @@ def answer_all(
 def write_script(model_folder: Path) -> Script:
     """Draws the questions, and has one engine of one rank answer them."""
     questions = draw_questions(MODEL.vocab_size)
-    torch.set_num_threads(1)
     needed = CONVERSATIONS * TURNS * (USER_TOKENS + ANSWER_TOKENS) // 16
-    alone = EngineConfig(name="alone", kv_transfer_config={}, num_blocks=2 * needed)
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     computed = 0
-    with build_engine(
-        alone, model_folder, dtype=DTYPE, executor="inprocess", connect=False
-    ) as engine:
+    with undivided(model_folder, DTYPE, num_blocks=2 * needed) as engine:
 
         def answer(prompt: list[int]) -> Sequence[int]:
             nonlocal computed
@@ -201,7 +188,7 @@ def ask_router(url: str, model: str = "model") -> Ask:
 
 def hold(
     contender: str, script: Script, ask: Ask, prompt_tokens: Callable[[], dict[str, float]]
-) -> Run:
+) -> Conversations:
     """Has all conversations held, each as fast as it is answered. Conversations whose numbers are
     equal modulo :data:`AT_A_TIME` are held one after the other.
     """
@@ -221,7 +208,7 @@ def hold(
     with ThreadPoolExecutor(AT_A_TIME) as clients:
         held = list(clients.map(converse_all, range(AT_A_TIME)))
     after = prompt_tokens()
-    return Run(
+    return Conversations(
         contender=contender,
         turns=tuple(turn for each in held for turn in each),
         prompt_tokens={source: after[source] - before[source] for source in after},
@@ -237,44 +224,28 @@ def _prompt_tokens(cluster: Cluster) -> dict[str, float]:
     }
 
 
-def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each cluster is tried.")] = 3,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
-) -> None:
+def main(rounds: report.Rounds = 3, out: report.Out = report.RESULTS) -> None:
     """Compares clusters that lend prefixes with one that does not, over whole conversations."""
-    console = Console()
-    machine = describe_machine()
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
-    runs: list[Run] = []
+    run = report.Run("benchmarks.turns", out, rounds=rounds)
+    runs: list[Conversations] = []
     with tempfile.TemporaryDirectory(prefix="turns-") as folder:
         os.environ["KVFERRY_CACHE"] = str(Path(folder) / "cache")
         model_folder = prepare_model("tiny", tiny=MODEL)
-        say("an undivided engine answers")
+        run.say("an undivided engine answers")
         script = write_script(model_folder)
         for number in range(rounds):
             for contender in _CONTENDERS:
-                say(f"round {number + 1} of {rounds}: {contender}")
+                run.say(f"round {number + 1} of {rounds}: {contender}")
                 with Cluster.open(cluster_config(model_folder, contender)) as cluster:
                     tokens = partial(_prompt_tokens, cluster)
                     ask = ask_router(cluster.url, str(model_folder))
                     runs.append(hold(contender, script, ask, tokens))
-                say(summary(runs[-1], script.computed))
-    results = TurnResults(
-        command=command_of("benchmarks.turns"),
-        machine=machine,
-        load_after=load_average(),
-        rounds=rounds,
-        undivided_tokens=script.computed,
-        runs=tuple(runs),
-    )
-    say(markdown(results))
-    tables.write(out, "turns", results, markdown(results))
+                run.say(summary(runs[-1], script.computed))
+    results = run.results(TurnResults, undivided_tokens=script.computed, runs=tuple(runs))
+    run.publish("turns", results, page)
 
 
-def summary(run: Run, undivided: int) -> str:
+def summary(run: Conversations, undivided: int) -> str:
     """One line."""
     wrong = sum(not turn.is_right for turn in run.turns)
     return (
@@ -283,21 +254,20 @@ def summary(run: Run, undivided: int) -> str:
     )
 
 
-def _first_token_s(runs: Sequence[Run], turn: int) -> float:
+def _first_token_s(runs: Sequence[Conversations], turn: int) -> float:
     return statistics.median(
         each.first_token_s for run in runs for each in run.turns if each.turn == turn
     )
 
 
-def markdown(
+def page(
     results: TurnResults,
     title: str = "Conversations",
     about: str = "Two prefill and two decode engines of unequal shapes, reference engine",
 ) -> str:
     """The page for people."""
-    machine = results.machine
 
-    def of(name: str) -> list[Run]:
+    def of(name: str) -> list[Conversations]:
         return [run for run in results.runs if run.contender == name]
 
     names = list(dict.fromkeys(run.contender for run in results.runs))
@@ -324,26 +294,14 @@ def markdown(
             f"times as many as one undivided engine that forgets nothing "
             f"({results.undivided_tokens:,}); {wrong} of {asked} answers wrong."
         )
-    made = (
-        f"Made by `{results.command}` on {machine.date}: {machine.cpu}, {machine.cores} cores. "
-        f"Load average {machine.load_before} before, {results.load_after} after. {CONVERSATIONS} "
-        f"conversations of {TURNS} turns, {AT_A_TIME} at a time; each turn brings {USER_TOKENS} "
-        f"tokens and is answered with {ANSWER_TOKENS}. {about}. Rounds, interleaved: "
-        f"{results.rounds}."
+    return report.page(
+        title,
+        results,
+        f"{CONVERSATIONS} conversations of {TURNS} turns, {AT_A_TIME} at a time; each turn brings "
+        f"{USER_TOKENS} tokens and is answered with {ANSWER_TOKENS}. {about}.",
+        [*report.table((header, *rows)), "", *notes],
     )
-    lines = [
-        f"# {title}",
-        "",
-        made,
-        "",
-        *tables.markdown((header, *rows)),
-        "",
-        *notes,
-    ]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    app.command()(main)
-    app()
+    report.start(main)

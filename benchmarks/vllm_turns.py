@@ -13,25 +13,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.console import Console
-
-from benchmarks import tables
-from benchmarks.machine import command_of, describe_machine, load_average
+from benchmarks import report
 from benchmarks.turns import (
     ANSWER_TOKENS,
     AT_A_TIME,
     Ask,
-    Run,
+    Conversations,
     Script,
     TurnResults,
     answer_all,
     ask_router,
     draw_questions,
     hold,
-    markdown,
+    page,
     summary,
 )
 from benchmarks.vllm_servers.client import complete
@@ -147,53 +143,34 @@ def asking(contender: str, servers: Sequence[Server], folder: Path) -> Iterator[
         yield ask_router(url)
 
 
-def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each contender is tried.")] = 1,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
-) -> None:
+def main(rounds: report.Rounds = 1, out: report.Out = report.RESULTS) -> None:
     """Compares ways to hold whole conversations over real vLLM servers."""
-    console = Console()
-    machine = describe_machine()
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
+    run = report.Run("benchmarks.vllm_turns", out, rounds=rounds)
     model = demo_model()
-    runs: list[Run] = []
+    runs: list[Conversations] = []
     with tempfile.TemporaryDirectory(prefix="vllm-turns-") as created:
         folder = Path(created)
-        say("one server answers")
+        run.say("one server answers")
         script = write_script(model, folder)
         for number in range(rounds):
             for contender in _SERVERS:
-                say(f"round {number + 1} of {rounds}: {contender}")
+                run.say(f"round {number + 1} of {rounds}: {contender}")
                 with (
                     running(servers_of(contender, model), folder) as servers,
                     asking(contender, servers, folder) as ask,
                 ):
                     runs.append(hold(contender, script, ask, partial(prompt_tokens, servers)))
-                say(summary(runs[-1], script.computed))
-    results = TurnResults(
-        command=command_of("benchmarks.vllm_turns"),
-        machine=machine,
-        load_after=load_average(),
-        rounds=rounds,
-        undivided_tokens=script.computed,
-        runs=tuple(runs),
-    )
-    page = markdown(
-        results,
-        "Conversations with vLLM",
+                run.say(summary(runs[-1], script.computed))
+    results = run.results(TurnResults, undivided_tokens=script.computed, runs=tuple(runs))
+    about = (
         "Two prefill and two decode servers of vLLM 0.32.0 for CPUs, SmolLM2-135M in float32; "
         f"plain and lending with blocks of {', '.join(map(str, BLOCKS.values()))} tokens behind "
         f"`kvferry router`, nixl (bidirectional) with blocks of {min(BLOCKS.values())} and each "
-        "conversation at the same two servers",
+        "conversation at the same two servers"
     )
-    say(page)
-    tables.write(out, "vllm_turns", results, page)
+    shown = partial(page, title="Conversations with vLLM", about=about)
+    run.publish("vllm_turns", results, shown)
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    app.command()(main)
-    app()
+    report.start(main)

@@ -1,4 +1,4 @@
-"""Messages and endpoints that somebody else encoded with msgpack."""
+"""Decodes messages and endpoints that another process encoded with msgpack."""
 
 import threading
 from typing import Protocol, TypeVar
@@ -8,7 +8,7 @@ import msgspec
 from kvferry.errors import DecodeError
 
 _MAX_ERROR_CHARS = 1000
-"""Characters of what is said about bytes that do not decode."""
+"""Largest number of characters in an error about bytes that do not decode."""
 
 
 class _Endpoint(Protocol):
@@ -25,35 +25,36 @@ _describing = threading.Lock()
 
 
 def decoder_for(kind: type[M]) -> msgspec.msgpack.Decoder[M]:
-    """A decoder of ``kind``, for a type that is not known when its module is imported.
+    """A decoder of ``kind``, for a type that is unknown when its module is imported.
 
-    msgspec 0.22 describes a struct to itself at its first use and keeps the description before it
-    is complete: a second thread that uses it meanwhile crashes the process. Here one thread at a
-    time does so; module-level decoders are made under Python's import lock.
+    msgspec 0.22 builds a description of a struct at the first use, and stores the description
+    before it is complete. If a second thread uses the struct at that time, the process crashes.
+    Here only a single thread does so at a time; Python's import lock protects module-level
+    decoders.
     """
     with _describing:
         return msgspec.msgpack.Decoder(kind)
 
 
 def decode(decoder: msgspec.msgpack.Decoder[M], data: bytes | memoryview, what: str) -> M:
-    """One message; ``what`` names it in the error.
+    """Decodes a message; ``what`` is its name in an error.
 
     Raises:
-        DecodeError: it does not match the schema.
+        DecodeError: the message does not match the schema.
     """
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # Parts of the text are the writer's and may be of any length.
+        # The writer of the bytes chose parts of the text, which may have any length.
         text = str(error)[:_MAX_ERROR_CHARS]
         raise DecodeError(f"{what} of {len(data)} bytes: {text}") from error
 
 
 def decode_as(kind: type[EndpointT], endpoint: bytes, transport: str, version: int) -> EndpointT:
-    """An endpoint. What its other fields say is not looked at.
+    """Decodes an endpoint. The values of its other fields are not checked.
 
     Raises:
-        DecodeError: it does not match ``kind``, or is one of another transport or version.
+        DecodeError: the endpoint does not match ``kind``, or has another transport or version.
     """
     described = decode(decoder_for(kind), endpoint, f"{transport} endpoint")
     if (described.transport, described.version) != (transport, version):

@@ -3,7 +3,7 @@
     KVFerryError                     something outside this process's own arguments went wrong
     ├── ConfigError                  correct the configuration, then start again
     │   └── PluginError              install or correct a connector or transport plugin
-    ├── HostError                    mend the machine: a port in use, a full /dev/shm
+    ├── HostError                    repair the machine: a port in use, a full /dev/shm
     │   ├── PortInUseError
     │   └── SharedMemoryError
     ├── BlockError                   correct the block table; nothing was moved
@@ -13,22 +13,22 @@
     │   └── OutOfBlocksError         more tokens than blocks; wait, or enlarge the pool
     ├── IncompatibleError            the two engines can never exchange KV; lists every mismatch
     ├── NotReadyError                the peer cannot answer yet; ask again later
-    │   └── HandshakeNeededError     one side is a new start; handshake, then ask again
-    ├── ProtocolError                a peer sent what we cannot accept; it harms itself only
+    │   └── HandshakeNeededError     one side was restarted; handshake, then ask again
+    ├── ProtocolError                a peer sent something invalid; only that peer is affected
     │   ├── DecodeError              bytes that do not decode against the schema
-    │   └── BoundsError              numbers that leave the memory they speak of
+    │   └── BoundsError              numbers that lie outside the memory that they name
     ├── TicketError                  do not load with this ticket
     │   ├── TicketForgedError
     │   └── TicketExpiredError       too old, replayed, or from an earlier start of the engine
     ├── LeaseError                   the source no longer holds the blocks for us; recompute or fail
     │   ├── LeaseRevokedError
-    │   └── LeaseTakenError          another target engine holds it
+    │   └── LeaseTakenError          another target engine holds the lease
     ├── TransferError                this load failed; the request may recompute or fail
     │   ├── PeerLostError            the peer is gone
-    │   │   └── PeerEndedError       its process has ended: nothing listens at its address
+    │   │   └── PeerEndedError       the peer's process has ended: nothing listens at its address
     │   ├── StalledError             no progress for the configured number of seconds
     │   ├── StagingFullError         staging memory is held by reads that may still land
-    │   └── CancelledError           we gave it up ourselves
+    │   └── CancelledError           this side gave the load up
     └── EngineError                  the reference engine cannot go on
         ├── RequestError             correct the request; the engine goes on without it
         ├── DrainingError            the engine is about to leave; ask another one
@@ -36,16 +36,16 @@
         ├── ModelError               the model folder cannot be used
         └── WorkerDiedError          a rank of the engine is gone
 
-``ValueError`` and ``TypeError`` are for a caller's own arguments, ``KVFerryError`` for the world,
-``assert`` for what our own code has just made true. A message names the field, both values and
-the remedy.
+``ValueError`` and ``TypeError`` are for a caller's own arguments, ``KVFerryError`` for the outside
+world, ``assert`` for facts that kvferry's own code has just made true. A message contains the
+field, both values and the remedy.
 """
 
 from collections.abc import Sequence
 
 
 class KVFerryError(Exception):
-    """Base of everything kvferry raises about the world around it."""
+    """Base of all errors that kvferry raises about the outside world."""
 
 
 class ConfigError(KVFerryError):
@@ -57,11 +57,11 @@ class PluginError(ConfigError):
 
 
 class HostError(KVFerryError):
-    """The machine lacks something; mend it and start again."""
+    """The machine lacks something; repair the machine and start again."""
 
 
 class PortInUseError(HostError):
-    """A port that we were told to listen on is taken."""
+    """The configured port to listen on is taken."""
 
 
 class SharedMemoryError(HostError):
@@ -69,50 +69,50 @@ class SharedMemoryError(HostError):
 
 
 class BlockError(KVFerryError):
-    """A block table cannot be used as it is; nothing was moved."""
+    """A block table cannot be used in this form; nothing was moved."""
 
 
 class BlockTableError(BlockError):
-    """A block table is too short for the span, or names a target block twice."""
+    """A block table is too short for the span, or contains a target block twice."""
 
 
 class BlockIdError(BlockError):
-    """A block id lies outside the memory it indexes."""
+    """A block id lies outside the memory that it indexes."""
 
 
 class NullBlockError(BlockError):
-    """A source table holds the null block (id 0) inside the span to be moved."""
+    """A source table contains the null block (id 0) inside the span to be moved."""
 
 
 class OutOfBlocksError(BlockError):
-    """More tokens than blocks: the request can never fit in the pool."""
+    """The request has more tokens than blocks exist: it can never fit in the pool."""
 
 
 class IncompatibleError(KVFerryError):
     """The two engines can never exchange KV.
 
-    ``mismatches`` holds one sentence per difference, each with both values and the remedy.
+    ``mismatches`` contains one sentence per difference, each with both values and the remedy.
     """
 
     def __init__(self, peer: str, mismatches: Sequence[str]) -> None:
         self.peer = peer
         self.mismatches = tuple(mismatches)
         told = "; ".join(self.mismatches)
-        if len(self.mismatches) > 1:  # still one line: it stands in logs
+        if len(self.mismatches) > 1:  # still a single line, for logs
             told = "; ".join(f"({n}) {each}" for n, each in enumerate(self.mismatches, 1))
         super().__init__(f"engine {peer!r} is incompatible with this one: {told}")
 
 
 class NotReadyError(KVFerryError):
-    """The peer is there and cannot answer yet; ask again later."""
+    """The peer exists but cannot answer yet; ask again later."""
 
 
 class HandshakeNeededError(NotReadyError):
-    """One of the two engines was started again since the last handshake; handshake first."""
+    """One of the two engines was restarted since the last handshake; handshake first."""
 
 
 class ProtocolError(KVFerryError):
-    """A peer sent something that we cannot accept; only that message is dropped."""
+    """A peer sent something that kvferry cannot accept; only this message is dropped."""
 
 
 class DecodeError(ProtocolError):
@@ -120,11 +120,11 @@ class DecodeError(ProtocolError):
 
 
 class BoundsError(ProtocolError):
-    """A message speaks of memory outside the region it names."""
+    """A message names memory outside its region."""
 
 
 class TicketError(KVFerryError):
-    """A ticket may not be used; nobody was contacted."""
+    """A ticket may not be used; no peer was contacted."""
 
 
 class TicketForgedError(TicketError):
@@ -136,11 +136,11 @@ class TicketExpiredError(TicketError):
 
 
 class LeaseError(KVFerryError):
-    """The source does not hold the blocks for us; recompute or fail the request."""
+    """The source no longer holds the blocks for this engine; recompute or fail the request."""
 
 
 class LeaseRevokedError(LeaseError):
-    """The lease ended before the load was confirmed; what was read must not be used."""
+    """The lease ended before the load was confirmed; the data that was read must not be used."""
 
 
 class LeaseTakenError(LeaseError):
@@ -152,11 +152,11 @@ class TransferError(KVFerryError):
 
 
 class PeerLostError(TransferError):
-    """The peer is gone: process dead, connection closed, segment removed."""
+    """The peer is gone: its process died, the connection closed, or a segment was removed."""
 
 
 class PeerEndedError(PeerLostError):
-    """Nothing listens at the peer's address: the process that did has ended, with all it lent."""
+    """Nothing listens at the peer's address: its process has ended, and all leases with it."""
 
 
 class StalledError(TransferError):
@@ -164,11 +164,11 @@ class StalledError(TransferError):
 
 
 class StagingFullError(TransferError):
-    """Reads that were given up hold the staging memory: what they read may still land there."""
+    """Abandoned reads hold the staging memory: their data may still arrive there."""
 
 
 class CancelledError(TransferError):
-    """The load was given up on this side."""
+    """This side gave the load up."""
 
 
 class EngineError(KVFerryError):
@@ -176,19 +176,19 @@ class EngineError(KVFerryError):
 
 
 class DrainingError(EngineError):
-    """The engine takes no new requests: it ends once those that it has are over."""
+    """The engine takes no new requests: it ends after its present requests are over."""
 
 
 class StuckStepError(EngineError):
-    """A step does not end: requests that wait for it are given up, and new ones are refused."""
+    """A step does not end: requests that wait for the step fail, and new requests are refused."""
 
 
 class RequestError(EngineError):
-    """A request holds values that cannot be served; only it ends."""
+    """A request has values that cannot be served; only this request ends."""
 
 
 class ModelError(EngineError):
-    """A model folder cannot be loaded, or does not match what was asked for."""
+    """A model folder cannot be loaded, or does not match the request for it."""
 
 
 class WorkerDiedError(EngineError):

@@ -1,4 +1,4 @@
-"""One ``close``, and a context manager for free."""
+"""Objects with a ``close`` method are context managers."""
 
 from abc import ABC, abstractmethod
 from types import TracebackType
@@ -6,7 +6,7 @@ from typing import Self
 
 
 class Closing(ABC):
-    """What is opened, used and closed; ``with`` closes it.
+    """An object that is opened, used and closed; a ``with`` block closes it.
 
     >>> class Door(Closing):
     ...     is_open = True
@@ -20,7 +20,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back what is owned. Idempotent."""
+        """Releases all resources that the object owns. Idempotent."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,16 +1,17 @@
-"""How state that several threads want has one owner: a thread with a mailbox, or a series of tasks.
+"""State that several threads need has a single owner: a thread with a mailbox, or a series of
+tasks.
 
-A :class:`Mailbox` is a thread. Others post tasks to it, and nobody else touches what it owns.
-Between tasks it takes its *turn*, which does what is due and says when it wants the next one. It
-sleeps until then, until something is posted, or until a socket that it watches has something to
-say::
+A :class:`Mailbox` is a thread. Other threads post tasks to the mailbox, and only its thread touches
+the state that it owns. Between tasks the thread takes its *turn*: it does the work that is due and
+says when the next turn is due. The thread sleeps until this time, until a task is posted, or until
+a watched socket is ready::
 
     post(task) ──┐
     socket ──────┼──▶ sleep ──▶ tasks, handlers ──▶ turn() ──▶ seconds until the next turn ─┐
     time is up ──┘      ▲                                                                   │
                         └───────────────────────────────────────────────────────────────────┘
 
-A :class:`Serial` has no thread: its tasks run one after the other on the threads that post them.
+A :class:`Serial` has no thread: its tasks run one after another on the threads that post them.
 """
 
 import contextlib
@@ -33,39 +34,41 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 AFTER_FAILURE_S = 1.0
-"""Seconds until a turn is taken again that failed, and so did not say when it wants to be."""
+"""Seconds until the next turn after a turn that failed, and so did not return a time."""
 LATE_S = 2.0
-"""Seconds by which a turn comes later than asked for, from which on the thread did not run."""
+"""Seconds of delay of a turn from which on the thread counts as not running."""
 
 Task = Callable[[], object]
 
 
 class Poller(Protocol):
-    """What waits for several descriptors or sockets: ``zmq.Poller``, ``select.poll``."""
+    """An object that waits for several descriptors or sockets: ``zmq.Poller``, ``select.poll``."""
 
     def register(self, watched: Any, flags: int, /) -> object:
-        """Begins to wait for it."""
+        """Begins to wait for ``watched``."""
 
     def unregister(self, watched: Any, /) -> object:
-        """No longer waits for it."""
+        """No longer waits for ``watched``."""
 
     def poll(self, milliseconds: int | None, /) -> list[tuple[Any, int]]:
-        """What is ready; waits so long at most, for ever with ``None``."""
+        """Descriptors and sockets that are ready; waits at most ``milliseconds``, for ever if
+        ``None``.
+        """
 
 
 class Owner:
-    """Whoever runs tasks, and what one of them may have broken."""
+    """The runner of tasks, with the error by which a task may have broken the owned state."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.defect: BaseException | None = None
-        """What it did not survive; ``None`` while nothing has shown that."""
+        """Error that the tasks did not survive; ``None`` if no such error is known."""
 
     def check(self) -> None:
-        """Raises such a defect.
+        """Raises such an error again.
 
         Raises:
-            EngineError: there was one; what the tasks own cannot be relied on.
+            EngineError: a task failed, so the state that the tasks own is unreliable.
         """
         if self.defect is not None:
             raise EngineError(f"{self._name} died: {self.defect!r}") from self.defect
@@ -88,47 +91,47 @@ class Mailbox(Owner, Closing):
         survives: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing runs before :meth:`start`, so that its owner can finish its own constructor.
+        """Nothing runs before :meth:`start`, so that the owner can finish its own constructor.
 
         Args:
-            name: of the thread, after ``kvferry-``.
-            turn: does what is due; returns the seconds after which it wants to be called again, 0
-                or less for at once, ``None`` for not before something was posted or a socket is
-                ready.
-            poller: waits for what :meth:`watch` names; without one nothing can be watched, and a
-                task begins a little sooner.
-            survives: whether the thread goes on after a task or a turn has raised, which is logged
-                either way. Otherwise it ends, and :meth:`check` tells its owner why.
-            clock: seconds that never run backwards.
+            name: name of the thread, after ``kvferry-``.
+            turn: does the work that is due and returns the seconds until its next call. 0 or less
+                means at once; ``None`` means after the next posted task or ready socket.
+            poller: waits for the sockets of :meth:`watch`. Without a poller nothing can be watched,
+                and a task begins a little sooner.
+            survives: whether the thread continues after an error of a task or a turn, which is
+                always logged. Otherwise the thread ends, and :meth:`check` raises the error.
+            clock: monotonic clock, in seconds.
         """
         super().__init__(f"kvferry-{name}")
         self._turn = turn
         self._survives = survives
         self._tasks: deque[Task | None] = deque()
-        """``None`` ends the thread."""
+        """Tasks to run; ``None`` ends the thread."""
         self._posted = threading.Lock()
-        """Where there is no poller: held while nothing was posted since the thread last woke. Not
-        ``queue.SimpleQueue``, whose ``get`` with a short timeout may wait for ever: Python 3.11
-        goes on with what is left of the timeout, which may be less than nothing by then."""
+        """Lock that, without a poller, is held if nothing was posted since the thread last woke. It
+        replaces ``queue.SimpleQueue``, whose ``get`` with a short timeout may wait for ever: Python
+        3.11 continues with the rest of the timeout, which may be negative by then."""
         self._posted.acquire()
         self._poller = poller
         self._handlers: dict[object, Task] = {}
         self.num_ready = 0
-        """What had something to say when the thread last woke, the posting of tasks included."""
+        """Number of descriptors that were ready when the thread last woke; posted tasks count as
+        one."""
         self._lock = threading.Lock()
         self._event_fd = -1
         self._closed = False
         self._clock = clock
         self._awake_since = clock()
         self._due = math.inf
-        """Clock reading by which the next turn is to come."""
+        """Clock reading at which the next turn is due."""
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         if poller is not None:
             self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self.watch(self._event_fd, self._quiet)
 
     def start(self) -> Self:
-        """Starts the thread; ``with`` does it too."""
+        """Starts the thread; ``with`` also starts it."""
         self._thread.start()
         return self
 
@@ -139,27 +142,27 @@ class Mailbox(Owner, Closing):
 
     @property
     def awake_since(self) -> float:
-        """Clock reading since when every turn has come in time; now, while one is late. Whoever
-        judges the silence of others counts from here: while this thread did not run, it heard
-        nobody.
+        """Clock reading since which every turn has come in time; now, if a turn is late. A judge of
+        other processes' silence must count from here: while this thread did not run, it received no
+        message.
         """
         now = self._clock()
         return now if now > self._due + LATE_S else self._awake_since
 
     @property
     def awake_s(self) -> float:
-        """For how many seconds every turn has come in time."""
+        """Number of seconds for which every turn has come in time."""
         return self._clock() - self.awake_since
 
     def post(self, task: Task) -> None:
-        """Has the thread call ``task``, after what was posted before. Once it has ended, nobody
-        does.
+        """Makes the thread call ``task`` after all tasks posted before. A thread that has ended
+        calls no more tasks.
         """
         self._tasks.append(task)
         self._wake()
 
     def call(self, task: Callable[[], T]) -> T:
-        """Has the thread call ``task`` and waits for what it returns, or raises.
+        """Makes the thread call ``task``, and waits for the result or the exception.
 
         Raises:
             EngineError: the thread has ended.
@@ -169,7 +172,7 @@ class Mailbox(Owner, Closing):
         def run() -> None:
             try:
                 future.set_result(task())
-            except Exception as error:  # the caller's, whatever it is
+            except Exception as error:  # any error of the caller's task
                 future.set_exception(error)
 
         self.post(run)
@@ -180,7 +183,7 @@ class Mailbox(Owner, Closing):
                 raise EngineError(f"{self._name} has ended") from self.defect
 
     def close(self) -> None:
-        """Runs what was posted before, then ends the thread. Idempotent."""
+        """Runs the tasks posted before, then ends the thread. Idempotent."""
         with self._lock:
             first, self._closed = not self._closed, True
         if first:
@@ -195,19 +198,19 @@ class Mailbox(Owner, Closing):
 
     def _wake(self) -> None:
         if self._poller is None:
-            with contextlib.suppress(RuntimeError):  # somebody has woken it just now
+            with contextlib.suppress(RuntimeError):  # another thread has just woken it
                 self._posted.release()
         else:
-            with self._lock:  # once closed, the descriptor may be somebody else's
+            with self._lock:  # after closing, the descriptor may have a new owner
                 if self._event_fd >= 0:
                     os.eventfd_write(self._event_fd, 1)
 
     # ---- the thread, or its owner before start() ----------------------------------------------
 
     def watch(self, socket: Any, handler: Task, flags: int = select.POLLIN) -> None:
-        """Calls ``handler`` whenever a descriptor or socket can be read, or as ``flags`` say.
+        """Calls ``handler`` if a descriptor or socket is readable, or ready according to ``flags``.
 
-        In place of what was said of it before.
+        Replaces an earlier handler for the same socket.
         """
         assert self._poller is not None  # its owner gave one
         self._handlers[socket] = handler
@@ -228,7 +231,7 @@ class Mailbox(Owner, Closing):
             self.defect = defect
 
     def _round(self) -> bool:
-        """Turn, sleep, tasks and handlers; false once it is to end."""
+        """Turn, sleep, tasks and handlers; returns false at the end of the thread."""
         pause_s = self._take_turn()
         if self._poller is None:
             self._posted.acquire(timeout=-1 if pause_s is None else pause_s)
@@ -238,12 +241,12 @@ class Mailbox(Owner, Closing):
             self.num_ready = len(ready)
             for socket, _ in ready:
                 handler = self._handlers.get(socket)
-                if handler is not None:  # not unwatched by the one before
+                if handler is not None:  # an earlier handler may have unwatched it
                     self._guarded(handler)
         return self._run_tasks()
 
     def _take_turn(self) -> float | None:
-        """Seconds until the next turn, never less than 0: to a poller that would mean for ever."""
+        """Seconds until the next turn, never below 0: a poller would wait for ever."""
         pause_s: float | None = AFTER_FAILURE_S
 
         def turn() -> None:
@@ -262,9 +265,10 @@ class Mailbox(Owner, Closing):
         return pause_s
 
     def _run_tasks(self) -> bool:
-        """Runs what was posted so far; false once it is to end.
+        """Runs the tasks posted so far; returns false at the end of the thread.
 
-        What these post comes after the descriptors and the turn: nobody keeps them off for ever.
+        Tasks that these tasks post come after the descriptors and the turn, so that tasks cannot
+        block them for ever.
         """
         for _ in range(len(self._tasks)):
             task = self._tasks.popleft()
@@ -282,16 +286,17 @@ class Mailbox(Owner, Closing):
             logger.exception("%s failed at something; it goes on", self._name)
 
     def _quiet(self) -> None:
-        """What was posted runs after the handlers."""
+        """Resets the descriptor; posted tasks run after the handlers."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event_fd)
 
 
 class Serial(Owner):
-    """Runs tasks one at a time, in order, on whichever thread posts them: no thread of its own.
+    """Runs tasks in order, never two at a time, on the threads that post them; has no own thread.
 
-    What only such tasks touch needs no lock. Nobody waits: while one thread runs tasks, it runs
-    those that others post too. So where nobody is in it, a task costs no change of threads.
+    State that only such tasks touch needs no lock. No thread waits: a thread that runs tasks also
+    runs the tasks that other threads post. If no other thread runs tasks, a task costs no change of
+    threads.
 
     >>> serial, seen = Serial("example"), []
     >>> serial.post(lambda: (serial.post(lambda: seen.append("second")), seen.append("first")))
@@ -305,9 +310,11 @@ class Serial(Owner):
         self._running = threading.Lock()
 
     def post(self, task: Task) -> None:
-        """Runs ``task`` after those posted before: now, or by whoever is running them."""
+        """Runs ``task`` after all tasks posted before, on this thread or on the thread that runs
+        them.
+        """
         self._tasks.append(task)
-        # Looked at again after each release: somebody may have come in vain in between.
+        # Checked again after each release: another thread may have failed to acquire in between.
         while self._tasks and self._running.acquire(blocking=False):
             try:
                 while self._tasks:
@@ -318,6 +325,6 @@ class Serial(Owner):
     def _run(self, task: Task) -> None:
         try:
             task()
-        except Exception as defect:  # the thread is somebody else's
+        except Exception as defect:  # the thread belongs to the caller
             logger.exception("%s failed", self._name)
             self.defect = defect

@@ -1,11 +1,11 @@
 """Finds connectors and transports by name.
 
-Plugins are entry points; the built-in ones come through the same door::
+Plugins are entry points; the built-in plugins use entry points too::
 
     [project.entry-points."kvferry.transports"]
     carrier_pigeon = "pigeons.transport:PigeonTransport"
 
-A plugin's module is imported when its name is first asked for, never before.
+The module of a plugin is imported when its name is first requested, never before.
 """
 
 import difflib
@@ -25,12 +25,12 @@ TRANSPORTS = "kvferry.transports"
 CONNECTORS = "kvferry.connectors"
 """Entry-point group of the connectors."""
 
-#: (group, name) → class, for the time of a ``with temporary_plugin(...)``.
+#: (group, name) → class, during a ``with temporary_plugin(...)`` block.
 _temporary: dict[tuple[str, str], type] = {}
 
 
 def installed_plugins(group: str) -> tuple[str, ...]:
-    """The names one may ask for, sorted; nothing is imported."""
+    """The names of the installed plugins, sorted; imports nothing."""
     names = {entry.name for entry in entry_points(group=group)}
     return tuple(sorted(names | {name for owner, name in _temporary if owner == group}))
 
@@ -39,8 +39,8 @@ def load_plugin(group: str, name: str, base: type[T]) -> type[T]:
     """Loads the plugin ``name`` of ``group``, a subclass of ``base``.
 
     Raises:
-        PluginError: the name is unknown, is claimed by two packages, its module does not import,
-            or what it names is no subclass of ``base``.
+        PluginError: the name is unknown, two packages claim it, its module does not import, or the
+            named object is no subclass of ``base``.
     """
     if (group, name) in _temporary:
         return _checked(_temporary[group, name], base, f"{name!r}")
@@ -48,7 +48,7 @@ def load_plugin(group: str, name: str, base: type[T]) -> type[T]:
     where = f"{_kind(group)} {name!r} ({entry.value}{_package(entry)})"
     try:
         found = entry.load()
-    except Exception as error:  # a plugin's module may raise anything while it is imported
+    except Exception as error:  # a plugin's module may raise anything during its import
         raise PluginError(f"{where}: cannot be loaded: {_told(error)}") from error
     return _checked(found, base, where)
 
@@ -58,7 +58,7 @@ def load_from_module(module_path: str, class_name: str, base: type[T]) -> type[T
 
     Raises:
         PluginError: the module is missing or does not import, it lacks the class, or the class is
-            no subclass of ``base``; the message says what would work.
+            no subclass of ``base``; the message says how to correct this.
     """
     where = f"class {class_name!r} of module {module_path!r}"
     try:
@@ -83,7 +83,7 @@ def load_from_module(module_path: str, class_name: str, base: type[T]) -> type[T
 
 @contextmanager
 def temporary_plugin(group: str, name: str, plugin: type) -> Iterator[None]:
-    """Within the block, in this process, ``name`` means ``plugin``. For tests.
+    """Makes ``name`` mean ``plugin`` within the block, in this process. For tests.
 
     Raises:
         PluginError: the name is taken by another temporary plugin.

@@ -1,8 +1,8 @@
-"""ZeroMQ in one place: addresses, keys, listening, and its errors as errors of ours.
+"""All use of ZeroMQ: addresses, keys, listening, and the mapping of its errors to kvferry's errors.
 
-The control channel and the publisher of KV cache events stand on it. What stands on plain TCP
-sockets, the ``tcp`` transport above all, finds here how they listen with the same errors, and how
-they notice a lost host as soon as ZeroMQ's.
+The control channel and the publisher of KV cache events use this module. Modules on plain TCP
+sockets, above all the ``tcp`` transport, also use it: to listen with the same errors, and to notice
+a lost host as soon as ZeroMQ does.
 """
 
 import errno
@@ -26,10 +26,10 @@ from kvferry.errors import (
 )
 
 HEARTBEAT_S = 3.0
-"""Seconds between two heartbeats, unless configured."""
+"""Seconds between two heartbeats by default."""
 
 REFUSED_S = 0.1
-"""Seconds for a host to refuse a connection. One that takes longer may only be slow."""
+"""Seconds for a host to refuse a connection. A slower host may only be slow."""
 
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -37,12 +37,12 @@ KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-"""Options of a plain TCP socket, with which the kernel notices in 12 s that the other host is gone,
-while one that is only slow keeps its connection: its kernel answers."""
+"""Options of a plain TCP socket. With them, the kernel notices within 12 s that the other host is
+gone. A host that is only slow keeps its connection, because its kernel answers."""
 
 BACKLOG = 4096
-"""Connections that wait to be taken, as far as the system allows: of engines that all come back at
-once, which the kernel would else have try again a second later, or three."""
+"""Largest number of connections that wait to be accepted, as far as the system allows. Many engines
+may reconnect at once; otherwise the kernel would let them retry one or three seconds later."""
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
@@ -64,7 +64,7 @@ CONNECTION_LOST: dict[int, str] = {
         "it does not admit the key in our curve_keys; add it to its allowed_keys"
     ),
 }
-"""Events of a connection after which nothing comes back on it, and what they mean."""
+"""Events of a connection after which nothing arrives on it → their meaning."""
 
 _HOST_ERRNOS = frozenset(
     {errno.EADDRNOTAVAIL, errno.ENODEV, errno.EINVAL, errno.EACCES, errno.EMFILE, errno.ENOMEM}
@@ -85,7 +85,7 @@ _LOST_ERRNOS = frozenset(
 
 
 def error_of(error: zmq.ZMQError | OSError, doing: str) -> KVFerryError:
-    """Our error for one of ZeroMQ's or of a socket's; ``doing`` says what was tried, on what."""
+    """The kvferry error for an error of ZeroMQ or of a socket; ``doing`` names the attempt."""
     text = f"{doing}: {error.strerror}"
     if error.errno == errno.EADDRINUSE:
         return PortInUseError(f"{text}; end what listens there, or configure another port (0: any)")
@@ -98,7 +98,7 @@ def error_of(error: zmq.ZMQError | OSError, doing: str) -> KVFerryError:
 
 @contextmanager
 def zmq_errors(doing: str) -> Iterator[None]:
-    """Raises every ``ZMQError`` of the block as the error of ours that it means."""
+    """Raises each ``ZMQError`` of the block as the matching kvferry error."""
     try:
         yield
     except zmq.ZMQError as error:
@@ -106,33 +106,31 @@ def zmq_errors(doing: str) -> Iterator[None]:
 
 
 def join_address(host: str, port: int | str) -> str:
-    """``host:port``, an IPv6 address in brackets and in its usual form; ``port`` may be ``*``.
+    """``host:port``, with an IPv6 address in brackets and in its usual form; ``port`` may be ``*``.
 
     >>> join_address("fd77:0::1", 80)
     '[fd77::1]:80'
     """
     if ":" not in host:
         return f"{host}:{port}"
-    with suppress(ValueError):  # whoever connects is told
+    with suppress(ValueError):  # a bad address shows when it is connected to
         host = str(ipaddress.ip_address(host))
     return f"[{host}]:{port}"
 
 
 def tune_tcp(descriptor: int) -> None:
-    """Has a plain TCP connection send short messages at once, and notice that the other host is
-    gone.
-    """
+    """Makes a plain TCP connection send short messages at once, and notice a lost host."""
     with socket.socket(fileno=os.dup(descriptor)) as tcp:
-        # A message in two pieces would wait for the other side to acknowledge the first.
+        # A message in two pieces would wait until the other side acknowledges the first piece.
         tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in KEEPALIVE:
             tcp.setsockopt(*option)
 
 
 def is_refused(host: str, port: int) -> bool:
-    """Whether a host's kernel says that nothing listens on a port. Waits ``REFUSED_S`` at most.
+    """Whether a host's kernel says that nothing listens on a port. Waits at most ``REFUSED_S``.
 
-    ZeroMQ does not tell a refusal from a host that cannot be reached, whose processes may live.
+    ZeroMQ does not distinguish a refusal from an unreachable host, whose processes may be alive.
     """
     try:
         socket.create_connection((host, port), REFUSED_S).close()
@@ -144,16 +142,16 @@ def is_refused(host: str, port: int) -> bool:
 
 
 def tcp_address(host: str, port: int | str) -> str:
-    """``tcp://host:port``, an IPv6 address in brackets; ``port`` may be ``*``."""
+    """``tcp://host:port``, with an IPv6 address in brackets; ``port`` may be ``*``."""
     return f"tcp://{join_address(host, port)}"
 
 
-@functools.lru_cache(maxsize=1024)  # asked with every request
+@functools.lru_cache(maxsize=1024)  # called for every request
 def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` (or ``[host]:port``) as host and port.
+    """Splits ``host:port`` (or ``[host]:port``) into host and port.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: the address does not have this form.
     """
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -168,9 +166,9 @@ def listen(socket: Socket, host: str, port: int, key: str) -> int:
     """Binds a socket to a TCP port and returns the port.
 
     Args:
-        socket: not yet bound.
-        host: an address of this machine, or ``*`` for all of them.
-        port: 0 takes a free one.
+        socket: an unbound socket.
+        host: an address of this machine, or ``*`` for all addresses.
+        port: TCP port; 0 takes a free port.
         key: the configuration key under which the user wrote the port.
 
     Raises:
@@ -182,13 +180,15 @@ def listen(socket: Socket, host: str, port: int, key: str) -> int:
     with listen_errors(host, port, key):
         socket.bind(tcp_address(host, port or "*"))
     last = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(last, bytes)  # what this option is
+    assert isinstance(last, bytes)  # the type of this option
     return int(last.rstrip(b"\0").rpartition(b":")[2])
 
 
 @contextmanager
 def listen_errors(host: str, port: int, key: str) -> Iterator[None]:
-    """Raises the errors of a socket that is bound as :func:`listen` does."""
+    """Raises the errors of binding a socket in the block, with the messages of
+    :func:`listen`.
+    """
     try:
         yield
     except (zmq.ZMQError, OSError) as error:
@@ -209,7 +209,7 @@ def listen_errors(host: str, port: int, key: str) -> Iterator[None]:
 
 
 def is_address(host: str) -> bool:
-    """Whether a host is given by its address, so that nothing has to be looked up."""
+    """Whether a host is given by its address, so that no look-up is necessary."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -218,14 +218,14 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine for itself, and no address at which another reaches it."""
+    """Whether a host is this machine itself, and not an address for other machines."""
     if host == "localhost":
         return True
     return is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def is_everywhere(host: str) -> bool:
-    """Whether a host stands for every address of this machine, so that nobody can be told it.
+    """Whether a host means every address of this machine, so that a peer cannot use it.
 
     >>> [is_everywhere(host) for host in ("*", "0.0.0.0", "::", "10.0.0.1", "host.test")]
     [True, True, True, False, False]
@@ -236,10 +236,10 @@ def is_everywhere(host: str) -> bool:
 
 
 def resolve(host: str) -> str:
-    """The address of a host, which may take as long as its name server likes.
+    """The address of a host; the time depends on the name server.
 
-    ZeroMQ looks a name up once, on the thread that serves all its sockets, and leaves a connection
-    that shall not be made again dead where that fails.
+    ZeroMQ looks a name up only once, on the thread that serves all its sockets. If the look-up
+    fails, a connection that does not reconnect stays dead.
 
     Raises:
         PeerLostError: the name is unknown, or the name server cannot be asked.
@@ -254,24 +254,25 @@ def resolve(host: str) -> str:
 
 
 def connect(socket: Socket, host: str, port: int) -> None:
-    """Begins to connect a socket; returns at once. A socket that does not reconnect is given an
+    """Begins to connect a socket; returns at once. A socket that does not reconnect needs an
     address, see :func:`resolve`.
 
     Raises:
-        ZMQError: the host is no name and no address.
+        ZMQError: the host is neither a name nor an address.
     """
     socket.setsockopt(zmq.IPV6, ":" in host)
     socket.connect(tcp_address(host, port))
 
 
 def beat(socket: Socket, heartbeat_s: float) -> None:
-    """Has a connection's ends look for each other, before the socket is bound or connected.
+    """Makes the ends of a connection check each other; call before the socket is bound or
+    connected.
 
-    ZeroMQ's own thread asks and answers, so a process that does not get to run its Python is there
-    all the same. A connection on which nothing came for three heartbeats, or four, is lost.
+    ZeroMQ's own thread asks and answers. Therefore a process counts as present even if its Python
+    code does not run. A connection on which nothing came for three or four heartbeats is lost.
 
     Args:
-        socket: of either end.
+        socket: the socket of either end.
         heartbeat_s: seconds between two heartbeats.
     """
     milliseconds = max(1, round(heartbeat_s * 1000))
@@ -281,16 +282,16 @@ def beat(socket: Socket, heartbeat_s: float) -> None:
 
 
 def keep_alive(tcp: socket.socket, gone_s: float) -> None:
-    """Has the kernels of a plain TCP connection's ends look for each other.
+    """Makes the kernels at the ends of a plain TCP connection check each other.
 
-    Unlike the answer to a heartbeat (:func:`beat`) theirs does not wait behind a long message on a
-    slow link, nor for a process that gets no CPU. So only a host that is gone or cut off is lost: a
-    process that was stopped keeps its connection.
+    Unlike the answer to a heartbeat (:func:`beat`), the answer of a kernel does not wait behind a
+    long message on a slow link, or for a process that gets no CPU. Therefore only a host that is
+    gone or cut off is lost; a process that was stopped keeps its connection.
 
     Args:
-        tcp: of either end.
+        tcp: the socket of either end.
         gone_s: seconds without a sign of the other host after which the connection is lost. A
-            process that takes nothing for as long, while something is sent to it, counts as gone.
+            process that takes no data for this time, while data is sent to it, counts as gone.
     """
     seconds = max(1, round(gone_s / 3))
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -298,7 +299,7 @@ def keep_alive(tcp: socket.socket, gone_s: float) -> None:
         (socket.TCP_KEEPIDLE, seconds),
         (socket.TCP_KEEPINTVL, seconds),
         (socket.TCP_KEEPCNT, 3),
-        (socket.TCP_USER_TIMEOUT, round(gone_s * 1000)),  # while something is not acknowledged
+        (socket.TCP_USER_TIMEOUT, round(gone_s * 1000)),  # while data is not acknowledged
     ):
         tcp.setsockopt(socket.IPPROTO_TCP, option, value)
 
@@ -306,13 +307,14 @@ def keep_alive(tcp: socket.socket, gone_s: float) -> None:
 def use_curve(
     socket: Socket, public_key: str, secret_key: str, server_key: str | None = None
 ) -> None:
-    """Encrypts what a socket sends and receives, before it is bound or connected.
+    """Encrypts all data that a socket sends and receives; call before it is bound or connected.
 
     Args:
-        socket: of either end.
-        public_key: its own, 40 characters of Z85.
-        secret_key: likewise.
-        server_key: public key of the server that it connects to; ``None`` for a server's socket.
+        socket: the socket of either end.
+        public_key: the public key of this end, 40 characters of Z85.
+        secret_key: the secret key of this end, 40 characters of Z85.
+        server_key: public key of the server to which the socket connects; ``None`` for a server's
+            socket.
 
     Raises:
         ConfigError: a key is not Z85, or this libzmq was built without CURVE.
@@ -331,7 +333,7 @@ def use_curve(
 
 
 def curve_keypair() -> tuple[str, str]:
-    """A new public and secret key.
+    """Makes a new public and secret key.
 
     Raises:
         ConfigError: the installed libzmq was built without CURVE.

@@ -1,14 +1,26 @@
 """Clients that keep asking while something happens to a cluster, and waiting for what must come."""
 
 import http.client
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import httpx
 import msgspec
 
 from benchmarks.faults.load import Clients
 from kvferry.testing.waiting import WAIT_S, until
+
+
+def stop(pid: int) -> None:
+    """Stops a process (SIGSTOP), and waits for each of its threads: a thread runs on until it sees
+    the signal.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    threads = list(Path(f"/proc/{pid}/task").iterdir())
+    until(lambda: all("State:\tT" in (thread / "status").read_text() for thread in threads))
 
 
 def tokens_in(lines: Iterable[str]) -> Iterator[int]:

@@ -59,7 +59,7 @@ def places_of(geometry, rank, memory):
             cells = CellStrides(
                 offset, 0, strides.block, strides.token, strides.head, strides.element
             )
-            found[layer, name] = repack.Place(tensor.region, cells)
+            found[layer, name] = repack.FramePlace(tensor.region, cells)
     return found
 
 

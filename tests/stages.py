@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 RECORD = Path("build/full.json")
-VLLM_RELEASES = ("0.31.0", "0.30.0", "0.29.0", "0.28.0")
-"""Releases of vLLM that are served beside the newest one."""
+OTHERS = ("0.33.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0")
+"""Releases of vLLM that are served beside the default one."""
 ANEW = "ARGS=--hypothesis-profile anew"
 
 STAGES: dict[str, list[str]] = {
@@ -26,9 +26,13 @@ STAGES: dict[str, list[str]] = {
     "types": ["typecheck"],
     "quick tests, covered": ["test", f"{ANEW} --cov --cov-report=term:skip-covered"],
     "the rest": ["test-rest"],
-    "newest vLLM": ["test-vllm"],
-    **{f"vLLM {each}": ["test-vllm", "SHORT=1", f"VLLM={each}"] for each in VLLM_RELEASES},
+    "vLLM": ["test-vllm"],
+    **{f"vLLM {each}": ["test-vllm", "SHORT=1", f"VLLM={each}"] for each in OTHERS},
+    "SGLang": ["test-sglang"],
+    **{f"Python {each}": ["test-python", f"NEWER={each}"] for each in ("3.12", "3.13")},
     "containers": ["test-container"],
+    "release": ["release"],
+    "site": ["docs"],
 }
 """Stage → what ``make`` is called with."""
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -325,7 +325,7 @@ class TestClusterConfig:
         assert len(all_) == 1
 
     def test_a_kv_events_table_is_vllms_config(self):
-        events = {
+        events: dict[str, Any] = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
             "endpoint": "tcp://*:5557",
@@ -337,6 +337,7 @@ class TestClusterConfig:
         )
         (prefill,) = config.prefill
         assert prefill.kv_events == KVEventsConfig(**events)
+        assert prefill.kv_events.replay_endpoint is not None
         assert split_endpoint(prefill.kv_events.replay_endpoint) == ("::1", 0)
         assert config.decode[0].kv_events is None
 

@@ -12,9 +12,8 @@ import pytest
 
 from kvferry.config import ClusterConfig, KVTransferConfig, load_cluster, parse_struct
 from kvferry.connectors.pull.config import PullConfig
+from tests.pages import PAGES, ROOT, text_of
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 CLUSTER_FILES = sorted(
     path for path in ROOT.glob("examples/**/*.toml") if path.name != "pyproject.toml"
 )
@@ -82,7 +81,7 @@ def test_json_blocks_are_transfer_configs(page):
 _TRANSFER_CONFIG = re.compile(r"--kv-transfer-config '(\{.*?\})'", re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/hosts.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/operate/hosts.md"])
 def test_the_servers_of_a_page_find_each_other(page):
     shown = _TRANSFER_CONFIG.findall((ROOT / page).read_text(encoding="utf-8"))
     prefill, decode = (
@@ -186,7 +185,7 @@ def defined_names(file: Path) -> set[str]:
 
 
 def test_every_step_of_a_load_is_where_the_page_says():
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = text_of("design")
     named = names_in_files(page)
     assert len(named) > 50
     missing = [
@@ -205,7 +204,7 @@ def test_a_step_that_is_elsewhere_is_noticed():
 
 
 def test_the_files_of_the_page_are_those_of_their_folders():
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = text_of("design")
     rows = re.findall(r"^\| `([\w/]+)/` \| (.*)$", page, re.MULTILINE)
     assert len(rows) > 5
     for folder, files in rows:
@@ -232,6 +231,6 @@ def test_the_threads_of_the_page_are_those_of_the_code():
         if "testing" not in path.relative_to(ROOT).parts
         for name in thread_names(path.read_text(encoding="utf-8"))
     }
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = text_of("design")
     table = "".join(re.findall(r"^\| .* \| `kvferry-.*$", page, re.MULTILINE))
     assert set(re.findall(r"`kvferry-([\w-]+)`", table)) == started

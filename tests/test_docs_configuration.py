@@ -1,9 +1,8 @@
-"""docs/configuration.md names every key, with its type, its default and its unit."""
+"""The pages of docs/reference name every key, with its type, its default and its unit."""
 
 import importlib
 import json
 import re
-from pathlib import Path
 
 import msgspec
 import msgspec.inspect as inspect
@@ -25,8 +24,9 @@ from kvferry.transports.shm import ShmExtraConfig
 from kvferry.transports.tcp import TcpExtraConfig
 from kvferry.transports.ucx import UcxExtraConfig
 from kvferry.transports.vm import VmExtraConfig
+from tests.pages import text_of
 
-PAGE = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encoding="utf-8")
+PAGE = text_of("reference")
 STRUCTS = [
     KVTransferConfig,
     PullConfig,
@@ -88,12 +88,19 @@ def shown_default(field: inspect.Field) -> str:
     return f"`{json.dumps(int(field.default) if is_whole else field.default)}`"
 
 
+def fields_of(struct):
+    """The keys of a struct, as msgspec knows them."""
+    described = inspect.type_info(struct)
+    assert isinstance(described, inspect.StructType)
+    return described.fields
+
+
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
 def test_every_key_is_on_the_page_with_its_type_and_default(struct):
     rows = table_after(f"truct `{struct.__name__}`:")
     assert {key: (in_order(kind), default) for key, kind, default, *_ in rows} == {
         f"`{field.encode_name}`": (in_order(shown_type(field.type)), shown_default(field))
-        for field in inspect.type_info(struct).fields
+        for field in fields_of(struct)
     }
 
 
@@ -111,7 +118,7 @@ def test_values_that_are_not_keys_are_those_of_the_code():
         path, _, attribute = name.strip("`").rpartition(".")
         module, _, struct = path.rpartition(".")
         if struct[0].isupper():
-            fields = inspect.type_info(getattr(importlib.import_module(module), struct)).fields
+            fields = fields_of(getattr(importlib.import_module(module), struct))
             actual = next(field.default for field in fields if field.name == attribute)
         else:
             actual = getattr(importlib.import_module(path), attribute)

@@ -1,40 +1,45 @@
-"""docs/operations.md knows every error, every metric and every command."""
+"""The pages of docs/operate and docs/reference know every error, metric and command."""
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kvferry import errors
 from kvferry.cache.cache_shape import LayerHeads
-from kvferry.cli.app import app
+from kvferry.cli.app import COMMANDS, app
 from kvferry.cli.specs import SPEC_KEYS, parse_spec
-from kvferry.cluster.headers import HOP_BY_HOP, WRITTEN_TO_CLIENTS, WRITTEN_TO_SERVERS
-from kvferry.cluster.metrics import EngineMetrics, RouterMetrics
-from kvferry.cluster.paths import PATHS
-from kvferry.cluster.prefixes import PrefixIndex
 from kvferry.engine.engine import EngineStats
 from kvferry.engine.scheduler import SchedulerStats
 from kvferry.explain.families import FAMILIES
 from kvferry.explain.models import KNOWN_MODELS, parse_model
+from kvferry.router.headers import HOP_BY_HOP, WRITTEN_TO_CLIENTS, WRITTEN_TO_SERVERS
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.paths import PATHS
+from kvferry.router.prefixes import PrefixIndex
+from kvferry.serving.metrics import EngineMetrics
+from tests.pages import text_of
 
-PAGE = (Path(__file__).parents[1] / "docs" / "operations.md").read_text(encoding="utf-8")
+PAGE = text_of("operate")
+REFERENCE = text_of("reference")
 ALL_PAGES = [
     path.read_text(encoding="utf-8")
     for path in [
         Path(__file__).parents[1] / "README.md",
-        *(Path(__file__).parents[1] / "docs").glob("*.md"),
+        *(Path(__file__).parents[1] / "docs").rglob("*.md"),
     ]
 ]
 
 
 def first_cells(heading: str) -> list[str]:
     """What stands between backticks in the first column of the tables with this heading."""
-    tables = re.findall(rf"^\| {re.escape(heading)} .*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
-    assert tables, f"the page has no table {heading!r}"
-    return re.findall(r"^\| `(\w+)` ", "".join(tables), re.MULTILINE)
+    head = rf"^\| {re.escape(heading)} .*\n\|[-|]+\n((?:\|.*\n)+)"
+    tables = re.findall(head, PAGE + REFERENCE, re.MULTILINE)
+    assert tables, f"the pages have no table {heading!r}"
+    return re.findall(r"^\| `([\w:]+)` ", "".join(tables), re.MULTILINE)
 
 
 def names_of(registry: CollectorRegistry) -> set[str]:
@@ -61,7 +66,7 @@ def test_every_metric_of_the_router_has_a_row():
 def test_every_metric_of_an_engine_has_a_row():
     metrics = EngineMetrics()
     scheduler = SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 0))
-    others = dict.fromkeys(EngineStats.__struct_fields__, 0)
+    others: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, 0)
     metrics.render(
         EngineStats(
             **others
@@ -73,8 +78,7 @@ def test_every_metric_of_an_engine_has_a_row():
 
 
 def test_the_pages_speak_of_commands_that_exist():
-    known = {command.name or command.callback.__name__ for command in app.registered_commands}
-    known |= {group.name for group in app.registered_groups}
+    known = COMMANDS.keys()
     shown = {name for page in ALL_PAGES for name in re.findall(r"kvferry ([a-z]+)(?= |`)", page)}
     spoken = {name for page in ALL_PAGES for name in re.findall(r"^\$ kvferry (\w+)", page, re.M)}
     assert spoken <= known

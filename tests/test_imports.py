@@ -28,9 +28,12 @@ ROOMS = (
     "cache",
     "transports",
     "control",
+    "observe",
     "connectors",
     "explain",
     "engine",
+    "serving",
+    "router",
     "cluster",
     "integrations",
     "cli",
@@ -231,7 +234,7 @@ DISTRIBUTIONS = {
 
 #: Integrations import these only where their engine or device is there. vLLM brings
 #: huggingface_hub.
-PEERS = {"huggingface_hub", "nixl", "triton", "ucxx", "vllm"}
+PEERS = {"huggingface_hub", "nixl", "requests", "sglang", "triton", "ucxx", "vllm"}
 
 
 def test_every_third_party_import_is_a_declared_dependency():

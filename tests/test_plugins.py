@@ -37,7 +37,7 @@ def entries(monkeypatch):
 def module(tmp_path, monkeypatch):
     """Writes an importable module; returns its name."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    names = []
+    names: list[str] = []
 
     def write(text):
         name = f"plugin_module_{len(names)}"

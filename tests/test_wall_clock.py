@@ -9,21 +9,19 @@ PACKAGE = Path(kvferry.__file__).parent
 
 #: Who reads the wall clock, and what for. Leases, heartbeats, time-outs and back-offs do not.
 READERS = {
-    "cli/demo.py": "times of a demo's requests, for its picture",
-    "cluster/answer.py": "`created` of an answer",
-    "cluster/demo.py": "times of a demo's requests, for its picture",
+    "router/answer.py": "`created` of an answer",
     "cluster/engine_server.py": "`created` of an answer",
-    "cluster/watch.py": "when a snapshot was taken, for people",
-    "cluster/process.py": "the line that begins the log of a start",
+    "router/watch.py": "when a snapshot was taken, for people",
+    "serving/process.py": "the line that begins the log of a start",
+    "connectors/pull/digests.py": "records of transfers",
     "connectors/pull/loads.py": "records of transfers",
     "connectors/pull/memory.py": "records of transfers",
     "connectors/pull/metadata.py": "records of transfers",
-    "connectors/pull/record.py": "where a request's record lies in time, for `kvferry trace`",
-    "connectors/pull/worker.py": "records of transfers",
+    "observe/records.py": "where a request's record lies in time, for `kvferry trace`",
     "control/cache_events.py": "the time stamp of a batch of events",
     "control/server.py": "times of the last errors and of an answer, for people",
-    "control/timeline.py": "how the engines' clocks differ from this machine's, for its picture",
-    "control/tracing.py": "when a request began, for people",
+    "observe/timeline.py": "how the engines' clocks differ from this machine's, for its picture",
+    "observe/spans.py": "when a request began, for people",
     "engine/request.py": "timings of a request, for its record and metrics",
     "engine/scheduler.py": "timings of a request, for its record and metrics",
     # Of a file that nobody holds a lock on and that has no size yet: an engine that has

@@ -1,10 +1,10 @@
-"""The wrong turns that docs/vllm.md knows, and what its table says that the log says of each."""
+"""The wrong turns of docs/vllm/connector.md, and what its table says of the log of each."""
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-_PAGE = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text(encoding="utf-8")
+_PAGE = (Path(__file__).parents[1] / "docs" / "vllm" / "connector.md").read_text(encoding="utf-8")
 _TABLE = _PAGE.partition("### Wrong turns\n")[2].partition("\n#")[0]
 LINES: dict[str, str] = dict(re.findall(r"^\| ([^|]+) \| `([^`|]+)` \|", _TABLE, re.MULTILINE))
 """Wrong turn → the line, of which ``…`` may be anything."""

@@ -6,15 +6,11 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
 
-from benchmarks import tables
 from benchmarks.early.cluster import (
     ANSWER_TOKENS,
     BLOCK_SIZES,
@@ -23,13 +19,12 @@ from benchmarks.early.cluster import (
     MODEL,
     MODES,
     EarlyCluster,
-    EarlyError,
     Served,
 )
-from benchmarks.early.report import HALF, EarlyResults, Sample, markdown, rows, seconds
-from benchmarks.machine import command_of, describe_machine, load_average
-from kvferry.config import EngineConfig
-from kvferry.engine.builder import build_engine
+from benchmarks.early.report import HALF, EarlyResults, Measured, Sample, page, seconds
+from benchmarks.faults.system import SystemFailedError
+from benchmarks.report import RESULTS, Out, Rounds, Run, in_turn, start
+from benchmarks.undivided import undivided
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.weights import prepare_model
 
@@ -50,18 +45,6 @@ WARM_UP = 3
 """Requests of each mode before a link is measured: the paces of loads are learned from them."""
 
 Prompt = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One request of a cell."""
-
-    link: str
-    bytes_per_s: float | None
-    mode: str
-    turn: int
-    prompt: Prompt
-    served: Served
 
 
 class Prompts:
@@ -87,7 +70,7 @@ class Prompts:
         return self._longest[kind]
 
 
-class Run:
+class Rotation:
     """Measures round by round."""
 
     def __init__(
@@ -130,8 +113,7 @@ class Run:
     def _take_turns(self, name: str, bytes_per_s: float | None, length: int) -> None:
         """One request of each mode."""
         self._turns += 1
-        first = self._turns % len(MODES)
-        for mode in [*MODES][first:] + [*MODES][:first]:
+        for mode in in_turn(list(MODES), self._turns):
             prompt, served = self._ask(mode, length)
             self.measured.append(Measured(name, bytes_per_s, mode, self._turns, prompt, served))
 
@@ -140,7 +122,7 @@ class Run:
         served = self._cluster.serve(mode, prompt)
         cached = max(one.num_cached_tokens for one in (served.prefill, served.decode))
         if cached > tokens / 100:
-            raise EarlyError(f"{mode}: {cached} of {tokens} tokens were cached")
+            raise SystemFailedError(f"{mode}: {cached} of {tokens} tokens were cached")
         return prompt, served
 
     def _half_rate(self, tokens: int) -> float:
@@ -159,13 +141,11 @@ class Judge:
 
     def __init__(self, model: Path, longest: int) -> None:
         longest += ANSWER_TOKENS
-        self._config = EngineConfig(
-            name="alone",
-            kv_transfer_config={},
-            num_blocks=-(-longest // BLOCK_SIZES["prefill"]) + 1,
-            max_model_len=longest,
-            max_num_batched_tokens=CHUNK,
-        )
+        self._config: dict[str, Any] = {
+            "num_blocks": -(-longest // BLOCK_SIZES["prefill"]) + 1,
+            "max_model_len": longest,
+            "max_num_batched_tokens": CHUNK,
+        }
         self._model = model
         self._known: dict[Prompt, list[int]] = {}
 
@@ -173,21 +153,12 @@ class Judge:
         """What is kept of what was measured."""
         unknown = dict.fromkeys(one.prompt for one in measured if one.prompt not in self._known)
         sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
-        with build_engine(
-            self._config, self._model, dtype=DTYPE, executor="inprocess", connect=False
-        ) as engine:
+        with undivided(self._model, DTYPE, **self._config) as engine:
             for prompt in unknown:
                 (output,) = engine.generate([prompt], sampling)
                 self._known[prompt] = list(output.token_ids)
         return tuple(
-            Sample.of(
-                one.link,
-                one.bytes_per_s,
-                one.mode,
-                one.turn,
-                one.served,
-                is_right=list(one.served.tokens) == self._known[one.prompt],
-            )
+            Sample.of(one, is_right=list(one.served.tokens) == self._known[one.prompt])
             for one in measured
         )
 
@@ -213,11 +184,11 @@ def chosen(only: Sequence[str]) -> tuple[list[str], list[int]]:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each cell is measured.")] = 3,
+    rounds: Rounds = 3,
     only: Annotated[
         list[str], typer.Option(help="A link or a number of tokens; several times for more.")
     ] = [],  # noqa: B006 - typer's way
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
+    out: Out = RESULTS,
     logs: Annotated[
         Path | None, typer.Option(help="Folder for what engines and routers write.")
     ] = None,
@@ -225,37 +196,23 @@ def main(
     """Compares the ways to begin a load, over links of several speeds; writes what it has after
     every round.
     """
-    console = Console()
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
     links, lengths = chosen(only)
-    machine = describe_machine()
-    torch.set_num_threads(1)
+    run = Run("benchmarks.early", out, rounds=rounds)
     with tempfile.TemporaryDirectory(prefix="early-") as created:
         folder = logs or Path(created)
         folder.mkdir(parents=True, exist_ok=True)
         os.environ["KVFERRY_CACHE"] = str(Path(created) / "cache")
         model = prepare_model("tiny", tiny=MODEL)
-        say("engines and routers start")
+        run.say("engines and routers start")
         with EarlyCluster(model, max(lengths), folder) as cluster:
-            run, judge = Run(cluster, links, lengths, say), Judge(model, max(lengths))
+            rotation = Rotation(cluster, links, lengths, run.say)
+            judge = Judge(model, max(lengths))
             for number in range(rounds):
-                run.round(number)
-                results = EarlyResults(
-                    command=command_of("benchmarks.early"),
-                    machine=machine,
-                    load_after=load_average(),
-                    rounds=number + 1,
-                    samples=judge.samples(run.measured),
-                )
-                tables.write(out, "early", results, markdown(results))
-    tables.show(console, "Loads that begin early", rows(results.samples), (), left=3)
-    say(markdown(results))
+                rotation.round(number)
+                run.rounds = number + 1
+                results = run.results(EarlyResults, samples=judge.samples(rotation.measured))
+                run.publish("early", results, page)
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    app.command()(main)
-    app()
+    start(main)

@@ -5,18 +5,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from benchmarks.faults.load import Endpoint
-from kvferry.cluster.messages import EngineAddress, Role, RouterSettings
-from kvferry.cluster.metrics import Records, RequestSummary
+from benchmarks.faults.system import SystemFailedError, until
 from kvferry.config import EngineConfig
 from kvferry.engine.weights_folder import TinyConfig
 from kvferry.lifetimes import Closing
+from kvferry.serving.messages import EngineAddress, Role, RouterSettings
+from kvferry.serving.metrics import Records, RequestSummary
 from kvferry.testing.host_engines import HTTP_PORT, HostEngine
 from kvferry.testing.hosts import Host, HostProcess, Network
 
@@ -49,10 +50,6 @@ MODES: Mapping[str, tuple[str, bool]] = {
     "now": ("now", True),
 }
 """Name → ``early_load`` of the decode engine, and whether both engines get a request at once."""
-
-
-class EarlyError(Exception):
-    """What was measured means nothing; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +123,8 @@ class EarlyCluster(Closing):
                 engine.wait_until_ready()
             self._routers = [self._router(mode, model, logs) for mode in MODES]
             for mode in MODES:
-                _until(functools.partial(self._serves, mode), f"the router of {mode!r} serves")
+                serves = functools.partial(self._serves, mode)
+                until(serves, _WAIT_S, f"the router of {mode!r} serves")
         except BaseException:
             self.close()
             raise
@@ -200,10 +198,14 @@ class EarlyCluster(Closing):
         """Has one prompt answered by idle engines.
 
         Raises:
-            EarlyError: another way was gone than that of the mode.
+            SystemFailedError: another way was gone than that of the mode.
         """
         engines = (self.prefill, self.decode(mode))
-        _until(lambda: not any(engine.used_blocks() for engine in engines), "all blocks are free")
+        until(
+            lambda: not any(engine.used_blocks() for engine in engines),
+            _WAIT_S,
+            "all blocks are free",
+        )
         before = len(self.decode(mode).records().requests)
         body = {
             "prompt": list(prompt),
@@ -222,25 +224,22 @@ class EarlyCluster(Closing):
 
     def _served(self, mode: str, before: int, tokens: list[int], came: list[float]) -> Served:
         """What both engines tell of the newest request."""
-        engine, found = self.decode(mode), Records(engine="", transfers=[], requests=[])
-
-        def is_told() -> bool:
-            nonlocal found
-            found = engine.records()
-            return len(found.requests) > before
-
-        _until(is_told, "the decode engine tells of the request")
-        decode = found.requests[-1]
-        _until(
+        engine = self.decode(mode)
+        told = until(
+            lambda: engine.records().requests[before:],
+            _WAIT_S,
+            "the decode engine tells of the request",
+        )
+        decode = told[-1]
+        prefill = until(
             lambda: _named(self.prefill.records(), decode.request_id),
+            _WAIT_S,
             "the prefill engine tells of the request",
         )
-        prefill = _named(self.prefill.records(), decode.request_id)
-        assert prefill is not None  # just found
         drawn = ANSWER_TOKENS if MODES[mode][1] else ANSWER_TOKENS - 1
-        if len(found.requests) != before + 1 or len(decode.token_ids) != drawn:
-            raise EarlyError(f"{mode}: {decode.request_id} was not served so: {decode}")
-        loaded = [one for one in found.transfers if one.request_id == decode.request_id]
+        if len(told) != 1 or len(decode.token_ids) != drawn:
+            raise SystemFailedError(f"{mode}: {decode.request_id} was not served so: {decode}")
+        loaded = [one for one in engine.records().transfers if one.request_id == decode.request_id]
         return Served(
             tokens, came[0], came[1], prefill, decode, sum(one.nbytes for one in loaded if one.ok)
         )
@@ -256,11 +255,3 @@ def _router_name(mode: str) -> str:
 
 def _named(records: Records, request_id: str) -> RequestSummary | None:
     return next((one for one in records.requests if one.request_id == request_id), None)
-
-
-def _until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + _WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise EarlyError(f"not within {_WAIT_S:g} s: {what}")
-        time.sleep(0.02)

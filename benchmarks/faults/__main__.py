@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from benchmarks.faults.matrix import Cell, faults_named, run
+from benchmarks.faults.matrix import Cell, faults_named, run_cells
 from benchmarks.faults.reference import ReferenceSystem
-from benchmarks.faults.report import NAME, FaultResults, plot, read, show, write
+from benchmarks.faults.report import NAME, FaultResults, draw, page, read, rows
 from benchmarks.faults.system import System
 from benchmarks.faults.vllm import VLLMSystem
-from benchmarks.machine import command_of, describe_machine
+from benchmarks.report import RESULTS, Out, Run, start, table
 
 SYSTEMS: Mapping[str, Callable[[Path], System]] = {
     "reference-tcp": lambda folder: ReferenceSystem(folder, "tcp"),
@@ -32,27 +31,20 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="A fault, or 'kill' for both.")] = None,
     resume: Annotated[bool, typer.Option(help="Leave out the cells that are known.")] = False,
     brief: Annotated[bool, typer.Option(help="One cell for each fault, at any step.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
+    out: Out = RESULTS,
     logs: Annotated[Path | None, typer.Option(help="Folder that keeps the logs.")] = None,
 ) -> None:
     """Hurts clusters under load in every way of a list, and counts what their clients lose."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = 180
+    run = Run("benchmarks.faults", out)
     faults = faults_named(only or ())
-    results = FaultResults(
-        command=command_of("benchmarks.faults"),
-        machine=describe_machine(),
-        cells=read(out),
-    )
+    results = run.results(FaultResults, cells=read(out))
 
     def store(cell: Cell) -> None:
         nonlocal results
         results = results.with_cell(cell)
-        write(results, out)
-        show([cell], console)
-        for error in cell.counts.errors:
-            console.print(error, highlight=False, markup=False, style="yellow")
+        run.write(NAME, results, page)
+        for line in (*table(rows([cell]), left=3)[2:], *cell.counts.errors):
+            run.say(line)
 
     for name in system or SYSTEMS:
         with ExitStack() as stack:
@@ -65,12 +57,9 @@ def main(
             running.open()
             known = {cell.key for cell in results.cells} if resume else set()
             at_every_step = not brief and name.startswith("reference")
-            run(running, faults, known, store, at_every_step=at_every_step)
-    plot(results, out / f"{NAME}.png")
-    show(results.cells, console)
+            run_cells(running, faults, known, store, at_every_step=at_every_step)
+    run.publish(NAME, results, page, draw)
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    app.command()(main)
-    app()
+    start(main)

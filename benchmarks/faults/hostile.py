@@ -12,17 +12,9 @@ import msgspec
 
 from benchmarks.faults.load import Answer, ask
 from benchmarks.faults.system import System
+from benchmarks.vllm_servers.pair import REMOTE_DECODE
 
 BILLION = 1_000_000_000
-REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What a router tells a prefill member."""
 
 
 def lend(system: System, index: int) -> dict[str, Any]:

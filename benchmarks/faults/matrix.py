@@ -140,7 +140,7 @@ def _until_back(load: Load, system: System, began: float, over: float) -> None:
         time.sleep(0.2)
 
 
-def run(
+def run_cells(
     system: System,
     faults: Sequence[Fault],
     known: set[tuple[str, str, str]],

@@ -6,13 +6,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from benchmarks.faults.load import Prompts
 from benchmarks.faults.system import CONTROL_PORT, HTTP_PORT, KEY, Member, Role, Step, System
+from benchmarks.undivided import undivided
 from kvferry.cluster.preflight import convert
-from kvferry.config import EngineConfig, ModelConfig
-from kvferry.engine.builder import build_engine
+from kvferry.config import ModelConfig
 from kvferry.engine.messages import SamplingParams
 from kvferry.testing.hosts import Host
 
@@ -69,7 +67,7 @@ class ReferenceMember(Member):
     def step_counts(self) -> Mapping[Step, float]:
         """See :class:`Member`."""
         of = {
-            state: self.metrics().get(f"kvferry_engine_live_requests {state}", 0.0)
+            state: self.metrics().get(f'kvferry_engine_live_requests{{state="{state}"}}', 0.0)
             for state in ("waiting", "running", "lent", "loading")
         }
         return {
@@ -82,7 +80,7 @@ class ReferenceMember(Member):
 
     def used_blocks(self) -> float:
         """See :class:`Member`."""
-        return self.metrics().get("kvferry_engine_kv_blocks used", 0.0)
+        return self.metrics().get('kvferry_engine_kv_blocks{state="used"}', 0.0)
 
     def restart(self) -> None:
         """Kills the engine and its ranks; who supervises it starts it again."""
@@ -143,11 +141,7 @@ class ReferenceSystem(System):
             [chance.randrange(3, 250) for _ in range(chance.randrange(20, 260))]
             for _ in range(_PROMPTS)
         ]
-        torch.set_num_threads(1)
-        alone = EngineConfig(name="alone", kv_transfer_config={}, num_blocks=2048)
-        with build_engine(
-            alone, self._model, dtype=_MODEL.dtype, executor="inprocess", connect=False
-        ) as engine:
+        with undivided(self._model, _MODEL.dtype, num_blocks=2048) as engine:
             sampling = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
             answers = engine.generate(prompts, sampling)
         return Prompts(prompts, [list(answer.token_ids) for answer in answers])

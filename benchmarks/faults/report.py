@@ -5,24 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
-from benchmarks import tables
+from benchmarks import report
 from benchmarks.faults.faults import FAULTS
 from benchmarks.faults.matrix import Cell
-from benchmarks.machine import Machine
 
 NAME = "faults"
 _TITLES = {fault.name: fault.title for fault in FAULTS}
 _ORDER = {name: index for index, name in enumerate(_TITLES)}
 
 
-class FaultResults(msgspec.Struct, frozen=True, kw_only=True):
-    """All cells that were measured, by whatever runs."""
+class FaultResults(report.Results, frozen=True, kw_only=True):
+    """All cells that were measured, by whatever runs; the rest is of the last one."""
 
-    command: str
-    """Of the last run."""
-    machine: Machine
     cells: tuple[Cell, ...] = ()
 
     def with_cell(self, cell: Cell) -> "FaultResults":
@@ -38,16 +33,6 @@ def read(folder: Path) -> tuple[Cell, ...]:
     if not path.exists():
         return ()
     return msgspec.json.decode(path.read_bytes(), type=FaultResults).cells
-
-
-def write(results: FaultResults, folder: Path) -> None:
-    """Writes ``faults.json`` and ``FAULTS.md`` into ``folder``."""
-    tables.write(folder, NAME, results, markdown(results))
-
-
-def show(cells: Iterable[Cell], console: Console) -> None:
-    """Prints a line for each cell."""
-    tables.show(console, "Faults", _cells(cells), (), left=3)
 
 
 def missed(cells: Iterable[Cell]) -> list[str]:
@@ -75,32 +60,32 @@ def missed(cells: Iterable[Cell]) -> list[str]:
     return sentences
 
 
-def markdown(results: FaultResults) -> str:
+def page(results: FaultResults) -> str:
     """The page for people."""
-    machine = results.machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     total: dict[str, int] = {}
     for cell in results.cells:
         total[cell.system] = total.get(cell.system, 0) + cell.counts.requests + cell.hostile
-    return tables.page(
+    return report.page(
         "What faults do to requests",
-        f"Made by `python -m benchmarks.faults`, in parts; the last one was `{results.command}` on "
-        f"{machine.date}: {machine.cpu}, {machine.cores} cores, Linux {machine.kernel}, "
-        f"{versions}. How to read it: [docs/faults.md](../../docs/faults.md).",
-        [],
-        _cells(results.cells),
+        results,
+        "That was the last of several runs. How to read it: "
+        "[docs/performance/faults.md](../../docs/performance/faults.md).",
         [
+            *report.table(rows(results.cells), left=3),
+            "",
             f"Requests: {', '.join(f'{count:,} {system}' for system, count in total.items())}.",
             "",
             "![faults](faults.png)",
+            "",
+            "## Goals",
+            "",
+            *report.bullets(missed(results.cells) or ["All that were measured are met."]),
         ],
-        missed(results.cells),
-        quick=False,
-        left=3,
     )
 
 
-def _cells(cells: Iterable[Cell]) -> Iterator[tuple[str, ...]]:
+def rows(cells: Iterable[Cell]) -> Iterator[tuple[str, ...]]:
+    """The table, its header first."""
     yield (
         *("system", "fault", "at step", "requests", "wrong", "failed", "longest stall, s"),
         *("back after, s", "blocks stranded"),
@@ -123,31 +108,24 @@ def _cells(cells: Iterable[Cell]) -> Iterator[tuple[str, ...]]:
         )
 
 
-def plot(results: FaultResults, path: Path) -> None:
+def draw(results: FaultResults, path: Path) -> None:
     """Draws per system, for each fault, the longest stall, and how long throughput needed."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     systems = list(dict.fromkeys(cell.system for cell in results.cells))
     names = [name for name in _TITLES if any(cell.fault == name for cell in results.cells)]
-    figure, axes = plt.subplots(1, 2, figsize=(13, 1.5 + 0.3 * len(names)), sharey=True)
-    for place, (title, pick) in zip(axes, _MEASURES.items(), strict=True):
-        for number, system in enumerate(systems):
-            worst = [_worst(results.cells, system, name, pick) for name in names]
-            height = 0.8 / len(systems)
-            lines = [index + (number + 0.5) * height - 0.4 for index in range(len(names))]
-            place.barh(lines, worst, height, label=system)
-        place.set_title(title, fontsize=10)
-        place.set_xscale("symlog")
-        place.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yticks(range(len(names)), [_TITLES[name] for name in names], fontsize=8)
-    axes[0].invert_yaxis()
-    axes[1].legend(fontsize=8, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    size = (13, 1.5 + 0.3 * len(names))
+    with report.picture(path, 1, 2, size, sharey=True) as grid:
+        for place, (title, pick) in zip(grid[0], _MEASURES.items(), strict=True):
+            for number, system in enumerate(systems):
+                worst = [_worst(results.cells, system, name, pick) for name in names]
+                height = 0.8 / len(systems)
+                lines = [index + (number + 0.5) * height - 0.4 for index in range(len(names))]
+                place.barh(lines, worst, height, label=system)
+            place.set_title(title, fontsize=10)
+            place.set_xscale("symlog")
+        left, right = grid[0]
+        left.set_yticks(range(len(names)), [_TITLES[name] for name in names], fontsize=8)
+        left.invert_yaxis()
+        right.legend(fontsize=8, frameon=False)
 
 
 _MEASURES: dict[str, Any] = {

@@ -14,16 +14,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 import msgspec
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.faults.load import Endpoint, Prompts
+from benchmarks.programs import family
+from benchmarks.remote import ROOT
+from benchmarks.vllm_servers.client import samples_in
 from kvferry.lifetimes import Closing
 from kvferry.testing.hosts import Host, HostProcess, Network
 
+Found = TypeVar("Found")
 Role = Literal["prefill", "decode"]
 Step = Literal["waiting", "prefilling", "lent", "loading", "decoding"]
 STEPS: tuple[Step, ...] = ("waiting", "prefilling", "lent", "loading", "decoding")
@@ -31,7 +34,6 @@ STEPS: tuple[Step, ...] = ("waiting", "prefilling", "lent", "loading", "decoding
 HTTP_PORT = 8000
 CONTROL_PORT = 14600
 KEY = "a key of the hosts of one benchmark, and of nobody else"
-ROOT = Path(__file__).parents[2]
 CLOCK_SOURCE = Path(__file__).parent / "clock.c"
 START_S = 900.0
 """Seconds for engines to serve; a quiet machine needs 10, and 60 for vLLM's."""
@@ -45,17 +47,18 @@ class SystemFailedError(Exception):
     """The system itself cannot be used any more; the message says why."""
 
 
-def until(condition: Callable[[], object], within_s: float, what: str) -> None:
-    """Waits for a condition.
+def until(condition: Callable[[], Found | None], within_s: float, what: str) -> Found:
+    """Waits for a condition, and returns what it found.
 
     Raises:
         SystemFailedError: in vain.
     """
     deadline = time.monotonic() + within_s
-    while not condition():
+    while not (found := condition()):
         if time.monotonic() > deadline:
             raise SystemFailedError(f"not within {within_s:g} s: {what}")
         time.sleep(0.05)
+    return found
 
 
 class Member(ABC):
@@ -119,16 +122,8 @@ class Member(ABC):
             return False
 
     def metrics(self) -> dict[str, float]:
-        """All samples of its ``/metrics``, summed over labels that tell engines apart."""
-        text = self.http.ask("GET", "/metrics")[1].decode()
-        found: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                key = sample.name + "".join(
-                    f" {value}" for label, value in sample.labels.items() if label == "state"
-                )
-                found[key] = found.get(key, 0.0) + sample.value
-        return found
+        """See :func:`~benchmarks.vllm_servers.client.samples_in`."""
+        return samples_in(self.http.ask("GET", "/metrics")[1].decode())
 
     @property
     def has_ended(self) -> bool:
@@ -137,10 +132,9 @@ class Member(ABC):
 
     def processes(self) -> list[psutil.Process]:
         """What was started, then all that descend from it."""
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            assert self._process is not None
-            own = psutil.Process(self._process.pid)
-            return [own, *own.children(recursive=True)]
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            return family(self._process.pid)
         return []
 
     def kill(self) -> None:

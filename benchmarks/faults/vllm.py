@@ -9,9 +9,10 @@ import msgspec
 
 from benchmarks.faults.load import Prompts
 from benchmarks.faults.system import CONTROL_PORT, KEY, Member, Role, Step, System
+from benchmarks.programs import ServerError
 from benchmarks.vllm_servers.connectors import Connector, KVFerry, Nixl
 from benchmarks.vllm_servers.models import tiny_model
-from benchmarks.vllm_servers.server import PYTHON, ServerError, ServerOptions
+from benchmarks.vllm_servers.server import PYTHON, ServerOptions
 from kvferry.testing.hosts import Host
 
 _PROMPTS = 120

@@ -7,10 +7,7 @@ module               what is in it
 ``peer``             what a manager under test can do
 ``kvferry_peer``     ours
 ``vllm_peer``        vLLM's; imports only in ``.venv-vllm``
-``workload``         a seeded scheduler in miniature
-``script``           operations written out
-``trace``            what a manager answered to either
 ``speed``            timed operations
-``process``          a manager in a process of another environment, JSON lines over pipes
+``process``          a manager in a process of the environment that has it
 ===================  ===========================================================
 """

@@ -2,6 +2,5 @@
 
 ``cases``    which prompts, and who takes part
 ``rounds``   what is measured
-``shapes``   pairs of unequal servers: who answers right, wrong or not at all
 ``report``   table, JSON, Markdown and picture
 """

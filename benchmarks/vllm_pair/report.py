@@ -4,117 +4,33 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from rich.console import Console
-
-from benchmarks import tables
-from benchmarks.machine import Machine
-from benchmarks.vllm_pair.cases import LOW_GOAL, REQUESTS, REST_GOAL_S
+from benchmarks import report
+from benchmarks.vllm_pair.cases import GOALS, ON_CPUS, REQUESTS, REST_GOAL_S
 from benchmarks.vllm_pair.rounds import AT_ONCE, MEASURES, Row
-from benchmarks.vllm_pair.shapes import Verdict, shapes_table
 
 
-class PairResults(msgspec.Struct, frozen=True, kw_only=True):
+class PairResults(report.Results, frozen=True, kw_only=True):
     """All that one run measured."""
 
-    command: str
-    machine: Machine
-    rounds: int
-    load_after: float
-    """Load average at the end; the run itself makes about 1 to 2 of it."""
-    quick: bool
-    """Whether this was only a test of the benchmark."""
     rows: tuple[Row, ...]
-    verdicts: tuple[Verdict, ...]
+    place: str = ON_CPUS.name
+    files: str = ON_CPUS.results
+    """Name of the files with the results."""
 
 
-def missed(results: PairResults) -> list[str]:
-    """A sentence for each goal that was missed."""
-    if results.quick:
-        return []
-    slow = [
-        f"{row.name}, {MEASURES[measure]}: {ratio.median:.2f} "
-        f"({ratio.low:.2f} to {ratio.high:.2f}), the goal is {ratio.goal:g}"
-        for row in results.rows
-        for measure, ratio in row.ratios.items()
-        if not ratio.met
-    ]
-    slow += [
-        f"{row.name}, hand-over: {1e3 * row.ours.rest:.1f} ms of it are neither the "
-        f"transfer nor D's step, the goal is {1e3 * REST_GOAL_S:g}"
-        for row in results.rows
-        if row.case.concurrency == 1 and not row.case.beside
-        if row.ours.rest is not None and row.ours.rest > REST_GOAL_S
-    ]
-    wrong = [
-        f"{row.name}: {row.ours.wrong} answers of {row.ours.name} are wrong"
-        for row in results.rows
-        if row.ours.wrong
-    ]
-    refused = [
-        f"{verdict.shape}: {verdict.contender}: {verdict}"
-        for verdict in results.verdicts
-        if verdict.contender.startswith("kvferry") and (verdict.wrong or verdict.refused)
-    ]
-    return slow + wrong + refused
-
-
-def show(results: PairResults, console: Console) -> None:
-    """Prints the tables."""
-    for line in _tables(results):
-        console.print(line, highlight=False, markup=False)
-    for line in missed(results):
-        console.print(f"[yellow]![/] {line}", highlight=False)
-
-
-def write(results: PairResults, folder: Path) -> None:
-    """Writes ``vllm.json``, ``VLLM.md`` and ``vllm.png`` into ``folder``."""
-    tables.write(folder, "vllm", results, markdown(results))
-    if results.rows:
-        _plot(results, folder / "vllm.png")
-
-
-def markdown(results: PairResults) -> str:
+def page(results: PairResults) -> str:
     """The page for people."""
-    machine = results.machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    made = (
-        f"Made by `{results.command}` on {machine.date}: {machine.cpu}, {machine.cores} cores, "
-        f"{machine.memory_gib} GiB, Linux {machine.kernel}, vLLM 0.32.0 for CPUs, {versions}. "
-        f"Load average {machine.load_before} before, {results.load_after} after."
-    )
-    lines = [
-        "# Beside NIXL inside vLLM",
-        "",
-        made,
-        "",
-        *(["**A quick run: its figures say nothing.**", ""] if results.quick else []),
-        *_tables(results),
-        *(["", "![vLLM pairs](vllm.png)"] if results.rows else []),
-        "",
-        "## Goals",
-        "",
-        *([f"- {line}" for line in missed(results)] or ["All that were measured are met."]),
-    ]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _tables(results: PairResults) -> Iterator[str]:
-    if results.rows:
-        yield from _speed(results)
-        yield from _handover(results.rows)
-    if results.verdicts:
-        yield ""
-        yield "Servers of unequal shapes, greedy tokens compared with a single server's:"
-        yield ""
-        yield from shapes_table(results.verdicts)
+    picture = f"![vLLM pairs]({results.files}.png)"
+    lines = [*_speed(results), *_handover(results.rows), "", picture]
+    facts = f"vLLM 0.32.0, caches on {results.place}."
+    return report.page("Beside NIXL inside vLLM", results, facts, lines)
 
 
 def _speed(results: PairResults) -> Iterator[str]:
     yield (
         f"Medians in milliseconds over {results.rounds} interleaved rounds of {REQUESTS} requests, "
         "kvferry / NIXL; then how many times less ours takes: of each round's ratio the median "
-        f"(lowest to highest). Bold: below its goal, or wholly below {LOW_GOAL:g}. Both pairs have "
+        "(lowest to highest) and the goal; bold ones miss it. Both pairs have "
         "the same model, prompts and settings and are stopped while the other one is measured. "
         "Prompts are computed once by each prefill server; the decode server keeps no prefixes. "
         "The transfer is what each connector's own metric says, from its start to the data in "
@@ -126,12 +42,16 @@ def _speed(results: PairResults) -> Iterator[str]:
         "server's first token may come before the prefill server's answer, in less than no time."
     )
     yield ""
-    yield "| case | " + " | ".join(MEASURES.values()) + " | wrong answers |"
-    yield "| --- |" + " ---: |" * (len(MEASURES) + 1)
-    for row in results.rows:
-        cells = [_cell(row, measure) for measure in MEASURES]
-        wrong = f"{row.ours.wrong} / {row.theirs.wrong}"
-        yield f"| {row.name} | " + " | ".join([*cells, wrong]) + " |"
+    header = ("case", *MEASURES.values(), "wrong answers")
+    rows = (
+        (
+            row.name,
+            *(_cell(row, measure) for measure in MEASURES),
+            f"{row.ours.wrong} / {row.theirs.wrong}",
+        )
+        for row in results.rows
+    )
+    yield from report.table((header, *rows))
 
 
 def _handover(rows: Sequence[Row]) -> Iterator[str]:
@@ -150,7 +70,7 @@ def _handover(rows: Sequence[Row]) -> Iterator[str]:
         f"{1e3 * REST_GOAL_S:g}."
     )
     yield ""
-    yield from tables.markdown(
+    yield from report.table(
         (
             ("stretch", "whose", *told),
             *(
@@ -176,32 +96,23 @@ def _milliseconds(seconds: float) -> str:
 
 def _cell(row: Row, measure: str) -> str:
     ours, theirs = (1e3 * each.median(measure) for each in (row.ours, row.theirs))
-    ratio = row.ratios[measure]
-    shown = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-    return f"{ours:.1f} / {theirs:.1f}: " + (shown if ratio.met else f"**{shown}**")
+    ratio = report.ratio_cell(row.ratios(measure), GOALS.get(row.group, 1.0))
+    return f"{ours:.1f} / {theirs:.1f}: {ratio}"
 
 
-def _plot(results: PairResults, path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+def draw(results: PairResults, path: Path) -> None:
+    """Draws ours and theirs in milliseconds, a panel per group and measure."""
     groups = list(dict.fromkeys(row.group for row in results.rows))
-    figure, grid = plt.subplots(
-        len(groups), len(MEASURES), figsize=(16, 4.4 * len(groups)), squeeze=False
-    )
-    for line, group in zip(grid, groups, strict=True):
-        rows = [row for row in results.rows if row.group == group]
-        for axes, (measure, title) in zip(line, MEASURES.items(), strict=True):
-            _draw(axes, rows, measure)
-            axes.set_title(f"{group}: {title}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    size = (16, 4.4 * len(groups))
+    with report.picture(path, len(groups), len(MEASURES), size) as grid:
+        for line, group in zip(grid, groups, strict=True):
+            rows = [row for row in results.rows if row.group == group]
+            for axes, (measure, title) in zip(line, MEASURES.items(), strict=True):
+                _bars(axes, rows, measure)
+                axes.set_title(f"{group}: {title}", fontsize=9)
 
 
-def _draw(axes: Any, rows: list[Row], measure: str) -> None:
+def _bars(axes: Any, rows: list[Row], measure: str) -> None:
     for offset, colour, pick in ((-0.2, "#1a73e8", "ours"), (0.2, "#e8710a", "theirs")):
         each = [getattr(row, pick) for row in rows]
         axes.bar(
@@ -221,4 +132,3 @@ def _draw(axes: Any, rows: list[Row], measure: str) -> None:
     axes.set_ylabel("ms")
     axes.set_yscale("log")
     axes.legend(fontsize=7, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.vllm_pair.cases import GOALS, KEY, LOW_GOAL, REQUESTS, Case
+from benchmarks.vllm_pair.cases import KEY, REQUESTS, Case, Place
 from benchmarks.vllm_servers.client import complete, events, stream
 from benchmarks.vllm_servers.connectors import Connector
 from benchmarks.vllm_servers.models import Model
-from benchmarks.vllm_servers.pair import REMOTE_DECODE, Pair, Shape, pair_options, running
+from benchmarks.vllm_servers.pair import REMOTE_DECODE, Pair, pair_options, running
 from benchmarks.vllm_servers.server import ServerOptions
 from kvferry.control.client import ControlClient
 from kvferry.control.options import ControlOptions
-from kvferry.control.tickets import Transfer
-from kvferry.control.timeline import Stretch, gather, handover
+from kvferry.control.tickets import TransferId
+from kvferry.observe.timeline import Stretch, gather, handover
 
 _TOKENS = 4
 """Generated per request."""
@@ -34,10 +34,6 @@ _ANSWER_S = 30.0
 _LOAD_METRICS = ("vllm:kvferry_load_seconds", "vllm:nixl_xfer_time_seconds")
 """What either connector says of its own transfers, from post to completion."""
 _RUNNING = "vllm:num_requests_running"
-_CACHE_BYTES = 1 << 30
-"""Of a server: eight of the longest prompts fit twice."""
-_PREFILL_CACHE_BYTES = 3 << 30
-"""Of a prefill server: the prompts of all cases fit, so that each is computed once."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,20 +104,6 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
         return statistics.median(rests) if rests else None
 
 
-class Ratio(msgspec.Struct, frozen=True, kw_only=True):
-    """How many times less ours takes: of each round's ratio the median, lowest and highest."""
-
-    median: float
-    low: float
-    high: float
-    goal: float
-
-    @property
-    def met(self) -> bool:
-        """Whether the goal is met."""
-        return self.median >= self.goal and self.high >= LOW_GOAL
-
-
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A case in a group: ours and theirs."""
 
@@ -129,8 +111,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     case: Case
     ours: Contender
     theirs: Contender
-    ratios: dict[str, Ratio]
-    """By measure."""
 
     @property
     def name(self) -> str:
@@ -138,25 +118,18 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         way = AT_ONCE if self.ours.name.endswith(AT_ONCE) else ""
         return f"{self.group}, {self.case}{way}"
 
-
-def compare(group: str, case: Case, ours: Contender, theirs: Contender) -> Row:
-    """Sets the two against each other, round by round."""
-    ratios = {}
-    for measure in MEASURES:
-        each = [
+    def ratios(self, measure: str) -> list[float]:
+        """How many times less ours takes, by round."""
+        return [
             getattr(his, measure) / getattr(mine, measure)
-            for mine, his in zip(ours.samples, theirs.samples, strict=True)
+            for mine, his in zip(self.ours.samples, self.theirs.samples, strict=True)
         ]
-        ratios[measure] = Ratio(
-            median=statistics.median(each), low=min(each), high=max(each), goal=GOALS[group]
-        )
-    return Row(group=group, case=case, ours=ours, theirs=theirs, ratios=ratios)
 
 
 class Prompts:
     """The prompts of all cases, and the tokens that a single server generates after them."""
 
-    def __init__(self, model: Model, cases: Sequence[Case], logs: Path) -> None:
+    def __init__(self, model: Model, place: Place, cases: Sequence[Case], logs: Path) -> None:
         draw = random.Random(0)
 
         def some(count: int, tokens: int) -> list[list[int]]:
@@ -168,7 +141,12 @@ class Prompts:
         self.beside = some(max(case.beside for case in cases), 256)
         """Of the answers that a decode server draws beside those."""
         options = ServerOptions(
-            name="single", model=model, max_model_len=8192, kv_cache_bytes=_CACHE_BYTES
+            name="single",
+            model=model,
+            max_model_len=place.max_model_len,
+            kv_cache_bytes=place.cache_gib << 30,
+            block_size=place.shape.block_size,
+            arguments=place.shape.arguments,
         )
         with running([options], logs) as (single,):
             self.expected = {
@@ -186,7 +164,7 @@ class _Way(NamedTuple):
 
 def measure_group(
     group: str,
-    connectors: tuple[Connector, Connector],
+    place: Place,
     model: Model,
     prompts: Prompts,
     rounds: int,
@@ -196,7 +174,7 @@ def measure_group(
     """Both pairs run; the one whose turn it is not is stopped, so that it takes no core. Ours is
     measured in both ways in which it can be asked.
     """
-    cases = list(prompts.of)
+    cases, connectors = list(prompts.of), place.groups[group]
     samples: dict[tuple[Case, str], list[Sample]] = {}
     wrong: dict[tuple[Case, str], int] = {}
     ours, theirs = (connector.name for connector in connectors)
@@ -204,7 +182,7 @@ def measure_group(
         pairs = {}
         for connector in connectors:
             say(f"{group}: starting {connector.name}")
-            pairs[connector.name] = stack.enter_context(_stopped(model, connector, logs))
+            pairs[connector.name] = stack.enter_context(_stopped(model, place, connector, logs))
         ways = {
             ours: _Way(pairs[ours], _request),
             f"{ours}{AT_ONCE}": _Way(pairs[ours], _request_at_once),
@@ -225,23 +203,34 @@ def measure_group(
         return Contender(name=name, samples=tuple(samples[case, name]), wrong=wrong[case, name])
 
     return [
-        compare(group, case, contender(case, name), contender(case, theirs))
+        Row(
+            group=group,
+            case=case,
+            ours=contender(case, name),
+            theirs=contender(case, theirs),
+        )
         for name in (ours, f"{ours}{AT_ONCE}")
         for case in cases
     ]
 
 
 @contextlib.contextmanager
-def _stopped(model: Model, connector: Connector, logs: Path) -> Iterator[Pair]:
+def _stopped(model: Model, place: Place, connector: Connector, logs: Path) -> Iterator[Pair]:
     """A pair that is up, and stopped until its turn comes."""
     prefill, decode = pair_options(
-        model, Shape(), Shape(), connector, max_model_len=8192, kv_cache_bytes=_CACHE_BYTES
+        model,
+        place.shape,
+        place.shape,
+        connector,
+        max_model_len=place.max_model_len,
+        kv_cache_bytes=place.cache_gib << 30,
     )
     folder = logs / connector.name
     folder.mkdir(parents=True, exist_ok=True)
     # Prompts are computed once; the decode server fetches them anew in every round.
-    prefill = dataclasses.replace(prefill, kv_cache_bytes=_PREFILL_CACHE_BYTES)
-    decode = dataclasses.replace(decode, arguments=("--no-enable-prefix-caching",))
+    prefill = dataclasses.replace(prefill, kv_cache_bytes=place.prefill_cache_gib << 30)
+    arguments = (*decode.arguments, "--no-enable-prefix-caching")
+    decode = dataclasses.replace(decode, arguments=arguments)
     with running([prefill, decode], folder) as servers:
         pair = Pair(*servers)
         pair.pause()
@@ -316,7 +305,7 @@ def _request_at_once(pair: Pair, prompt: Sequence[int], request_id: str) -> tupl
     """The same where both servers get the request at once."""
     config = pair.prefill.options.transfer
     assert config is not None  # it is a pair's
-    transfer = Transfer.begin(f"127.0.0.1:{config['kv_port']}", KEY.encode()).text
+    transfer = TransferId.begin(f"127.0.0.1:{config['kv_port']}", KEY.encode()).text
 
     def prefill() -> float:
         lent = {**REMOTE_DECODE, "transfer": transfer}

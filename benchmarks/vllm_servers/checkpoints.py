@@ -22,10 +22,10 @@ _COMMON = {
 _SEED = 3
 
 
-def write_qwen3_next(folder: Path) -> Path:
+def write_qwen3_next(folder: Path, dtype: str = "bfloat16") -> Path:
     """Three layers with gated delta nets and one with attention; all have experts.
 
-    In bfloat16, the only dtype in which vLLM computes gated delta nets on a CPU.
+    By default in bfloat16, the only dtype in which vLLM computes gated delta nets on a CPU.
     """
     import torch
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
@@ -37,6 +37,7 @@ def write_qwen3_next(folder: Path) -> Path:
         intermediate_size=128,
         num_hidden_layers=4,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
+        full_attention_interval=4,  # the same for SGLang
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
@@ -50,7 +51,7 @@ def write_qwen3_next(folder: Path) -> Path:
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     )
-    model = Qwen3NextForCausalLM(config).to(torch.bfloat16)
+    model = Qwen3NextForCausalLM(config).to(getattr(torch, dtype))
     return _write(model, folder, "Qwen3NextForCausalLM")
 
 

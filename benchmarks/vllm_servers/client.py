@@ -174,11 +174,14 @@ def _body(
 
 
 def metrics(url: str) -> dict[str, float]:
-    """All samples of a server's ``/metrics``: by name and labels without the model, added up over
-    its engines.
-    """
+    """All samples of a server's ``/metrics``, see :func:`samples_in`."""
+    return samples_in(_http.get(f"{url}/metrics").text)
+
+
+def samples_in(text: str) -> dict[str, float]:
+    """Samples by name and labels without the model, added up over a server's engines."""
     samples: dict[str, float] = {}
-    for engine in engine_metrics(url).values():
+    for engine in _engines_in(text).values():
         for name, value in engine.items():
             samples[name] = samples.get(name, 0.0) + value
     return samples
@@ -186,8 +189,11 @@ def metrics(url: str) -> dict[str, float]:
 
 def engine_metrics(url: str) -> dict[str, dict[str, float]]:
     """The same by data-parallel engine: "0", "1", and "" for what is of none."""
+    return _engines_in(_http.get(f"{url}/metrics").text)
+
+
+def _engines_in(text: str) -> dict[str, dict[str, float]]:
     engines: dict[str, dict[str, float]] = {}
-    text = _http.get(f"{url}/metrics").text
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = {

@@ -60,13 +60,17 @@ class Nixl:
     """Layout of the states of convolutions, whatever a shape says: it starts with ``DS`` only."""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """``kv_connector_extra_config``."""
+    device: str = "cpu"
+    """``kv_buffer_device``."""
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Further environment of its servers."""
 
     def config(self, role: Role, engine: str) -> dict[str, Any]:
         """See :class:`Connector`."""
         return {
             "kv_connector": "NixlConnector",
             "kv_role": role,
-            "kv_buffer_device": "cpu",
+            "kv_buffer_device": self.device,
             "engine_id": engine,
             "kv_connector_extra_config": dict(self.extra),
         }
@@ -75,4 +79,4 @@ class Nixl:
         """See :class:`Connector`."""
         wanted = {"UCX_TLS": self.ucx_tls, "VLLM_SSM_CONV_STATE_LAYOUT": self.conv}
         given = {name: value for name, value in wanted.items() if value is not None}
-        return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), **given}
+        return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), **given, **self.variables}

@@ -1,14 +1,11 @@
 """What stands in front of vLLM's servers: `kvferry router`, or a proxy of others."""
 
 import contextlib
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import httpx
-
+from benchmarks.programs import Program
 from benchmarks.vllm_servers.ports import free_port
 from benchmarks.vllm_servers.server import Server
 
@@ -17,7 +14,7 @@ def router(log: Path, *arguments: str) -> contextlib.AbstractContextManager[str]
     """The URL of `kvferry router`, which runs until the context ends."""
     port = free_port()
     command = [sys.executable, "-m", "kvferry.cli", "router", "--port", str(port), *arguments]
-    return in_front(command, f"http://127.0.0.1:{port}", "/v1/models", log)
+    return in_front(command, f"http://127.0.0.1:{port}", "/metrics", log)
 
 
 @contextlib.contextmanager
@@ -25,26 +22,11 @@ def in_front(command: Sequence[str], url: str, path: str, log: Path) -> Iterator
     """The URL of a proxy, which runs until the context ends; ``path`` answers once it serves.
 
     Raises:
-        RuntimeError: it ended.
+        ServerError: it ended.
     """
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        while not _answers(url + path):
-            if process.poll() is not None:
-                raise RuntimeError(log.read_text())
-            time.sleep(0.1)
+    with Program(command, url + path, log) as program:
+        program.wait()
         yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5).status_code == httpx.codes.OK
-    except httpx.HTTPError:
-        return False
 
 
 def engines_file(prefill: Sequence[Server], decode: Sequence[Server]) -> str:

@@ -46,9 +46,18 @@ class Model:
 
 
 @functools.cache
-def tiny_model() -> Model:
-    """A random Llama of 4 layers and 4 KV heads of size 32."""
-    return Model("tiny", prepare_model("tiny", tiny=_TINY), _TINY.vocab_size)
+def tiny_model(seed: int = 0) -> Model:
+    """A random Llama of 4 layers and 4 KV heads of size 32; each seed has weights of its own."""
+    tiny = msgspec.structs.replace(_TINY, seed=seed)
+    name = f"tiny-{seed}" if seed else "tiny"
+    return Model(name, prepare_model("tiny", tiny=tiny), tiny.vocab_size)
+
+
+@functools.cache
+def one_head_model() -> Model:
+    """The tiny model with one KV head, which every rank of an engine keeps."""
+    tiny = msgspec.structs.replace(_TINY, num_kv_heads=1)
+    return Model("one-head", prepare_model("tiny", tiny=tiny), tiny.vocab_size)
 
 
 @functools.cache
@@ -92,12 +101,13 @@ def latent_model() -> Model:
 
 
 @functools.cache
-def delta_net_model() -> Model:
+def delta_net_model(dtype: str = "bfloat16") -> Model:
     """A random Qwen3-Next: gated delta nets in three of four layers.
 
-    Its tokens may differ where requests are batched otherwise, as those of any model in bfloat16.
+    In bfloat16 its tokens may differ where requests are batched otherwise, as those of any model.
     """
-    return _drawn_model("gdn", write_qwen3_next, ("--dtype", "bfloat16"))
+    write = functools.partial(write_qwen3_next, dtype=dtype)
+    return _drawn_model(f"gdn-{dtype}", write, ("--dtype", dtype))
 
 
 @functools.cache

@@ -5,33 +5,25 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
-import subprocess
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import httpx
 import psutil
 
+from benchmarks.programs import Program, ServerError
+from benchmarks.remote import ROOT
 from benchmarks.vllm_servers.client import metrics
 from benchmarks.vllm_servers.models import Model
 from benchmarks.vllm_servers.ports import free_port
-from kvferry.lifetimes import Closing
 
-ROOT = Path(__file__).parents[2]
 NEWEST_VLLM = ROOT / ".venv-vllm"
 """The environment of the newest release of vLLM; `make test-vllm` sets it up."""
 VLLM = ROOT / os.environ.get("KVFERRY_TEST_VLLM", NEWEST_VLLM.name)
 """The environment of the release under test: that of `make test-vllm VLLM=0.31.0`, say."""
 PYTHON = VLLM / "bin" / "python"
 _SITE = Path(__file__).parent / "site"
-
-_START_S = 600.0
-"""Seconds for a start; a quiet machine needs 12, and 30 with several ranks."""
-_STOP_S = 20.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,15 +117,8 @@ class ServerOptions:
         return {**os.environ, **chosen, **self.environment}
 
 
-class ServerError(Exception):
-    """A server did not start, or ended; the message has the end of its log."""
-
-
-class Server(Closing):
-    """A server's processes. A context manager; what it leaves behind is removed.
-
-    The constructor starts them, :meth:`wait` waits until they serve.
-    """
+class Server(Program):
+    """A server's processes; what they leave behind is removed."""
 
     def __init__(self, options: ServerOptions, logs: Path) -> None:
         """Starts it.
@@ -144,110 +129,35 @@ class Server(Closing):
         if not options.vllm.exists():
             raise ServerError(f"{options.vllm} is not there; `make test-vllm` sets it up")
         self.options = options
-        self.log = logs / f"{options.name}.log"
         # Sockets have short paths, which a test's own folder need not have.
         self._sockets = Path(tempfile.mkdtemp(prefix="vllm-"))
         self._mapped: set[Path] = set()
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                options.command(port),
-                cwd=ROOT,
-                env=options.variables(self._sockets),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # its ranks are stopped with it, as one group
-            )
+        log = logs / f"{options.name}.log"
+        environment = options.variables(self._sockets)
+        super().__init__(options.command(port), f"{self.url}/health", log, environment)
 
     def wait(self) -> Self:
-        """Returns when the server answers.
-
-        Raises:
-            ServerError: it ended, or takes too long.
-        """
-        deadline = time.monotonic() + _START_S
-        while not self.healthy():
-            self.check()
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"{self.options.name}: not up after {_START_S:.0f} s\n{self.tail()}"
-                )
-            time.sleep(0.2)
+        """See :meth:`Program.wait`."""
+        super().wait()
         self._mapped = self._shared_memory()
         return self
-
-    def healthy(self) -> bool:
-        """Whether it answers that it is."""
-        try:
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == httpx.codes.OK
-        except httpx.HTTPError:
-            return False
-
-    def check(self) -> None:
-        """Does nothing while the server runs.
-
-        Raises:
-            ServerError: it has ended.
-        """
-        status = self._process.poll()
-        if status is not None:
-            raise ServerError(f"{self.options.name}: ended with {status}\n{self.tail()}")
-
-    def tail(self, lines: int = 60) -> str:
-        """The end of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def metrics(self) -> dict[str, float]:
         """See :func:`~benchmarks.vllm_servers.client.metrics`."""
         return metrics(self.url)
 
-    def processes(self) -> list[psutil.Process]:
-        """The server's own and all that descend from it."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            own = psutil.Process(self._process.pid)
-            return [own, *own.children(recursive=True)]
-        return []
-
-    def cpu_seconds(self) -> float:
-        """User and system time of all its processes so far."""
-        total = 0.0
-        for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                total += times.user + times.system
-        return total
-
-    def pause(self) -> None:
-        """Stops all its processes where they are (SIGSTOP)."""
-        os.killpg(self._process.pid, signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Lets them go on."""
-        os.killpg(self._process.pid, signal.SIGCONT)
-
     def kill(self) -> None:
-        """Ends all its processes at once, as a crash of the host would."""
-        self._kill_group()
-        self._process.wait()
+        """See :meth:`Program.kill`."""
+        super().kill()
         self._remove_leftovers()
 
     def close(self) -> None:
-        """Asks it to end, and ends what has not done so soon."""
-        members = self.processes()
+        """See :meth:`Program.close`."""
         self._mapped |= self._shared_memory()
-        with contextlib.suppress(ProcessLookupError):
-            self.resume()
-            self._process.terminate()
-        psutil.wait_procs(members, timeout=_STOP_S)
-        self._kill_group()
-        self._process.wait()
+        super().close()
         self._remove_leftovers()
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _shared_memory(self) -> set[Path]:
         """What its processes have mapped of /dev/shm."""

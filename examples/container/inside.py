@@ -1,8 +1,9 @@
-"""What test_container.py runs in a container: a plan, a cluster, requests until KV was loaded.
+"""The program of test_container.py inside a container: a plan, a cluster, and requests until KV
+loads.
 
     python3 inside.py CLUSTER.toml COMMAND...
 
-COMMAND serves the cluster. Writes one line of JSON at the end.
+COMMAND serves the cluster. The program writes one line of JSON at the end.
 """
 
 import json
@@ -20,7 +21,7 @@ WAIT_S = 240
 
 
 def fetch(url: str, body: object = None) -> str:
-    """What a server answers."""
+    """Text of a server's answer."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -28,7 +29,7 @@ def fetch(url: str, body: object = None) -> str:
 
 
 def loaded() -> float:
-    """Prompt tokens that came from the prefill engine."""
+    """Number of prompt tokens that came from the prefill engine."""
     (tokens,) = re.findall(
         r'^kvferry_engine_prompt_tokens_total{source="peer"} (\S+)$',
         fetch(f"{DECODE}/metrics"),
@@ -38,7 +39,9 @@ def loaded() -> float:
 
 
 def ask(serving: "subprocess.Popen[bytes]") -> list[dict[str, object]]:
-    """Answers to one prompt of 200 bytes after the other, until KV was loaded for one of them."""
+    """Answers to prompts of 200 bytes, sent one after the other until the KV of a prompt was
+    loaded.
+    """
     answers = []
     for number in range(WAIT_S):
         if serving.poll() is not None:
@@ -49,13 +52,13 @@ def ask(serving: "subprocess.Popen[bytes]") -> list[dict[str, object]]:
             if loaded():
                 break
         except (OSError, ValueError):
-            pass  # it does not serve yet
+            pass  # the cluster does not serve yet
         time.sleep(1)
     return answers
 
 
 def main() -> None:
-    """Runs it all."""
+    """Runs the plan, the cluster and the requests."""
     cluster, *command = sys.argv[1:]
     plan = subprocess.run(["kvferry", "plan", cluster], capture_output=True, text=True, check=False)
     begun = time.monotonic()

@@ -1,7 +1,7 @@
-"""Runs the steps of a Dockerfile without Docker, in a root that Debian's mmdebstrap makes.
+"""Runs the steps of a Dockerfile without Docker, in a root made by Debian's mmdebstrap.
 
-A stage `FROM debian:SUITE-slim` begins with a new root; any other base is played by the root of the
-stage before. pip finds its packages as it does on this machine. Needs root, and Linux.
+A stage `FROM debian:SUITE-slim` begins with a new root; for any other base, the root of the stage
+before is used. pip finds packages as on this machine. Needs root rights, and Linux.
 """
 
 import json
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 NEEDED = ("mmdebstrap", "unshare", "chroot", "ip")
-"""Programs."""
+"""Programs that this module needs."""
 
-# Of the machine a step sees its network, its devices and the folders from which pip installs.
+# A step sees the machine's network, the devices, and the folders from which pip installs.
 _STEP = """
 set -e
 mount --make-rprivate /
@@ -35,7 +35,7 @@ done
 exec chroot "$ROOT" env -i "$@"
 """
 
-# A container: nothing can be written but /dev/shm, and nobody outside is reached.
+# A container can write only to /dev/shm, and cannot reach the outside.
 _CONTAINER = """
 set -e
 mount --make-rprivate /
@@ -57,16 +57,16 @@ exec chroot --userspec="$RUN_AS:$RUN_AS" --groups= "$ROOT" env -i "$@"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One instruction of a Dockerfile."""
+    """An instruction of a Dockerfile."""
 
     name: str
-    """`RUN`, say."""
+    """Name of the instruction, `RUN` for example."""
     argument: str
-    """What stands behind it, on one line."""
+    """Text behind the name, on one line."""
 
 
 def stages_of(dockerfile: str) -> dict[str, list[Step]]:
-    """The steps of each stage by its name; the first one is its `FROM`, with the base alone."""
+    """Stage name → steps of the stage; the first step is `FROM`, with the base alone."""
     stages: dict[str, list[Step]] = {}
     steps: list[Step] = []
     plain = [line for line in dockerfile.splitlines() if not line.startswith("#")]
@@ -81,12 +81,14 @@ def stages_of(dockerfile: str) -> dict[str, list[Step]]:
 
 
 def pip_settings() -> tuple[dict[str, str], set[str]]:
-    """The settings of this machine's pip as variables, and the files and folders that they name."""
+    """The settings of this machine's pip as variables, and the files and folders in the
+    settings.
+    """
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     ).stdout
     variables: dict[str, str] = {}
-    for line in listed.splitlines():  # the environment's come first and win
+    for line in listed.splitlines():  # the environment's settings come first and win
         key, _, value = line.partition("=")
         name = "PIP_" + key.rpartition(".")[2].replace("-", "_").upper()
         variables.setdefault(name, " ".join(shlex.split(value)[0].split()))
@@ -105,25 +107,25 @@ def pip_settings() -> tuple[dict[str, str], set[str]]:
 
 @dataclass
 class Root:
-    """A root with what the steps of a Dockerfile made of it."""
+    """A root file system with the results of a Dockerfile's steps."""
 
     folder: Path
-    """Where it lies."""
+    """Folder of the root file system."""
     context: Path
-    """What `COPY` copies from."""
+    """Folder from which `COPY` copies."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Of every process: `ENV`."""
+    """Environment of every process: `ENV`."""
     user: str = "0"
-    """Who runs the container: `USER`."""
+    """User of the container: `USER`."""
     command: list[str] = field(default_factory=list)
-    """What the container runs: `CMD`."""
+    """Command of the container: `CMD`."""
 
     def build(self, steps: list[Step]) -> None:
         """Runs the steps of a stage.
 
         Raises:
-            CalledProcessError: a step failed; what it wrote is on standard output.
-            ValueError: a step is none of those that are known here.
+            CalledProcessError: a step failed; the step's output is on standard output.
+            ValueError: this module does not know a step.
         """
         for step in steps:
             print(f"{step.name} {step.argument}", time.strftime("%X"), flush=True)
@@ -135,7 +137,7 @@ class Root:
     def _from(self, base: str) -> None:
         suite = re.fullmatch(r"debian:(\w+)-slim", base)
         self.user, self.command = "0", []
-        if suite is None:  # played by what is there
+        if suite is None:  # the current root plays the base
             self.environment = {"PATH": self.environment["PATH"]}
             return
         self.environment = {}
@@ -146,13 +148,13 @@ class Root:
         )
 
     def _arg(self, _argument: str) -> None:
-        """Has no default: pip's own settings say it."""
+        """Does nothing: pip's own settings replace the argument."""
 
     def _env(self, argument: str) -> None:
         self.environment |= dict(word.split("=", 1) for word in shlex.split(argument))
 
     def _expose(self, _argument: str) -> None:
-        """Says something to people."""
+        """Does nothing: the instruction only informs people."""
 
     def _user(self, argument: str) -> None:
         self.user = argument
@@ -185,17 +187,17 @@ class Root:
     def contain(
         self, command: list[str], *, shm: str = "64m", timeout_s: float = 300.0
     ) -> "subprocess.CompletedProcess[str]":
-        """Runs a command as a container would: as its user, under a root that is read-only.
+        """Runs a command as a container would: as the container's user, under a read-only root.
 
         Args:
-            command: what is run.
-            shm: size of `/dev/shm`, in which alone anything can be written.
-            timeout_s: seconds after which it is ended.
+            command: the command.
+            shm: size of `/dev/shm`, the only writable folder.
+            timeout_s: seconds after which the command is ended.
         """
         return self._start(
             _CONTAINER,
             command,
-            {"HOME": "/", **self.environment},  # as of a user without an entry
+            {"HOME": "/", **self.environment},  # as for a user without an entry
             {"SHM": shm, "RUN_AS": self.user},
             "--net",
             timeout_s=timeout_s,
@@ -228,7 +230,7 @@ class Root:
 
 
 def main() -> None:
-    """Builds the stages of the Dockerfile beside this file, in the folder that is given."""
+    """Builds the stages of the Dockerfile beside this file, in the given folder."""
     here = Path(__file__).parent
     root = Root(Path(sys.argv[1]), here.parents[1])
     for steps in stages_of((here / "Dockerfile").read_text(encoding="utf-8")).values():

@@ -1,4 +1,4 @@
-"""The steps of the Dockerfile work, and what they make serves as a container would run it."""
+"""The steps of the Dockerfile work, and the result serves as in a container."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def test_the_manifests_use_the_images_that_are_built():
 
 @pytest.fixture(scope="module")
 def root():
-    """The root of the first image, its files as old as the layers of an image make them."""
+    """The root of the first image; its files have times as in an image's layers."""
     missing = [name for name in NEEDED if shutil.which(name) is None]
     if os.getuid() != 0 or missing:
         pytest.skip(f"a root is made as root, with {', '.join(NEEDED)}; missing: {missing}")
@@ -65,7 +65,7 @@ def test_a_user_without_a_home_plans_and_serves_under_a_root_that_is_read_only(r
     assert sum(result["shm"].values()) == 128 * (16 + 24) * 2 * 3 * 16 * 4 * 4  # both caches
     logs = "".join(result["logs"])
     assert "reading from engine prefill-0: shm" in logs
-    # What the build compiled is used.
+    # The engines use the kernels that the build compiled.
     assert "cannot be kept" not in logs + result["plan_said"]
     assert result["exit"] == 0
 

@@ -1,8 +1,8 @@
-"""A transport of its own: the reader copies out of the source's process with process_vm_readv(2).
+"""An example transport: the reader copies out of the source's process with process_vm_readv(2).
 
-For the processes of one user on one Linux host. The source takes no part in a read, so there is no
-thread that serves. The source only has to keep its memory, and the token that says so, in place.
-The built-in transport ``vm`` does the same at full speed.
+The transport connects processes of one user on one Linux host. The source takes no part in a read,
+so no thread serves. The source only has to keep its memory and a token in place; the token proves
+that the memory is still valid. The built-in transport ``vm`` does the same at full speed.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ from kvferry.transports import (
 from kvferry.transports.movers import MoverPool, start_after
 from kvferry.transports.regions import Regions
 
-SPANS_PER_CALL = 1024  # the kernel's limit; between two calls a read can be cancelled
+SPANS_PER_CALL = 1024  # the kernel's limit; a read can be cancelled between calls
 SPAN_DTYPE = np.dtype([("address", np.uint64), ("nbytes", np.uint64)])  # struct iovec
 
 _readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
@@ -58,24 +58,27 @@ _readv.argtypes = (
 
 
 class CrossMemoryConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """This transport takes no keys of its own."""
+    """The keys of this transport: none."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader must know of a rank. It comes from a peer: it is decoded, then checked."""
+    """A rank's data for readers. The endpoint comes from a peer, so it is decoded and then
+    checked.
+    """
 
     host: str
     pid: int
     token: bytes
-    """Random per start. Another process that has the id by now has other bytes at its address."""
+    """Random token of this start. A later process with the same id has other bytes at the
+    address."""
     addresses: tuple[int, ...]
-    """Address of the token, then of each region."""
+    """Address of the token, then address of each region."""
     nbytes: tuple[int, ...]
-    """Bytes of each region; 0 where it is not served."""
+    """Number of bytes in each region; 0 if the region is not served."""
 
 
 class CrossMemoryPeer(Peer):
-    """A rank that is read from."""
+    """A rank to read from."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -83,7 +86,9 @@ class CrossMemoryPeer(Peer):
         self.closed = False
 
     def error(self) -> KVFerryError | None:
-        """Why nothing can be read from it, or None. Asked before a read and after its last byte."""
+        """Error that forbids reads from the peer, or None. Checked before a read and after its last
+        byte.
+        """
         token = np.zeros(len(self.endpoint.token), dtype=np.uint8)
         zero = np.zeros(1, dtype=np.int64)
         try:
@@ -106,8 +111,8 @@ class CrossMemoryPeer(Peer):
         """Copies spans of ``nbytes`` from ``offset`` of the memory ``index`` (0: the token).
 
         Raises:
-            TransferError: this process may not read the other one.
-            PeerLostError: the other process is gone, or has unmapped that memory.
+            TransferError: this process may not read the other process.
+            PeerLostError: the other process is gone, or has unmapped the memory.
         """
         bases = np.array(self.endpoint.addresses, dtype=np.uint64)
         source = bases[index] + offset.astype(np.uint64)
@@ -124,25 +129,25 @@ class CrossMemoryPeer(Peer):
         raise PeerLostError(f"process {pid} is gone: {os.strerror(number)}")
 
     def close(self) -> None:
-        """Fails what still reads from it."""
+        """Fails the reads under way from the peer."""
         self.closed = True
         for read in list(self.reads):
             read.fail(PeerLostError("the connection was closed"))
 
 
 class CrossMemoryRead(Transfer):
-    """A read, which is over when nobody writes for it any more."""
+    """A read, which ends when no thread writes for the read any more."""
 
     def __init__(self, nbytes: int, transfers: Transfers, peer: CrossMemoryPeer) -> None:
         super().__init__(nbytes, transfers)
         self.peer = peer
 
     def verify(self) -> KVFerryError | None:
-        """All bytes are there. Are they those of the peer?"""
+        """Checks, when all bytes have arrived, that the bytes belong to the peer."""
         return self.peer.error()
 
     def ended(self, state: TransferState) -> None:
-        """The peer need not fail it any more."""
+        """Removes the read from the reads that the peer would fail."""
         self.peer.reads.discard(self)
 
 
@@ -151,7 +156,7 @@ class CrossMemoryTransport(Transport):
 
     name = "cross_memory"
     addressing = Addressing.MOVERS
-    fences = True  # only our own movers write our memory, and the transfer counts them
+    fences = True  # only local copy threads write here, and they are counted
     ExtraConfig = CrossMemoryConfig
 
     def __init__(self, options: TransportOptions) -> None:
@@ -164,7 +169,7 @@ class CrossMemoryTransport(Transport):
     @classmethod
     def open(cls, options: TransportOptions) -> Self:
         parse_struct(CrossMemoryConfig, options.extra, cls.name)  # ConfigError for an unknown key
-        warm()  # compiles what the first read would wait for
+        warm()  # compiles the code for the first read
         return cls(options)
 
     def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
@@ -221,13 +226,15 @@ class CrossMemoryTransport(Transport):
 
     def _begin(self, read: CrossMemoryRead, tiles: Tiles, runs: Runs) -> None:
         spans = expand(tiles, runs)  # single contiguous copies, after merging
-        spans["source_region"] += 1  # what the peer's endpoint lists first is its token
+        spans["source_region"] += 1  # the first entry of the peer's endpoint is the token
         self._step(read, spans)
 
     def _step(self, read: CrossMemoryRead, spans: npt.NDArray[Any]) -> None:
-        """Copies one call's worth, then queues the rest, so that reads share the movers."""
+        """Copies the spans of one call, then queues the rest, so that reads share the copy
+        threads.
+        """
         if not read.enter():
-            return  # it was cancelled, or has failed: from here on nobody writes
+            return  # the read was cancelled or has failed: no writes from now on
         now, later = spans[:SPANS_PER_CALL], spans[SPANS_PER_CALL:]
         nbytes = 0
         try:
@@ -248,7 +255,7 @@ class CrossMemoryTransport(Transport):
         self._transfers.cancel(transfer)
 
     def close(self) -> None:
-        self._token[:] = 0  # readers see that what they read may be somebody else's by now
+        self._token[:] = 0  # tells readers that the memory may have a new owner
         self._transfers.close()
         for peer in self._peers:
             peer.close()
@@ -256,6 +263,8 @@ class CrossMemoryTransport(Transport):
 
 
 def host_id() -> str:
-    """A process id means something only within one boot of one host and one PID namespace."""
+    """Identifies a boot of a host and a PID namespace, the scope in which a process id is
+    unique.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

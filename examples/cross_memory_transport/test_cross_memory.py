@@ -1,4 +1,4 @@
-"""The example reads what the oracle says, and passes the conformance suite (slow)."""
+"""The example's reads equal the oracle's, and the example passes the conformance suite (slow)."""
 
 import importlib
 import sys
@@ -38,10 +38,21 @@ def _on_the_path(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(HERE))
 
 
+def geometry(block_size, layout):
+    return EngineGeometry(
+        num_layers=2,
+        num_kv_heads=4,
+        head_size=8,
+        dtype="float32",
+        block_size=block_size,
+        layout=layout,
+        parallel=ParallelShape(),
+    )
+
+
 def test_a_plan_is_read_through_it_by_name():
-    model = {"num_layers": 2, "num_kv_heads": 4, "head_size": 8, "dtype": "float32"}
-    source = EngineGeometry(**model, block_size=4, layout="HND", parallel=ParallelShape())
-    target = EngineGeometry(**model, block_size=6, layout="NHD", parallel=ParallelShape())
+    source = geometry(block_size=4, layout="HND")
+    target = geometry(block_size=6, layout="NHD")
     plan = plan_transfer(source=source, target=target)
     tiles = plan.lower({0: source.memory(0, 8)}, target.memory(0, 8))[0]
     runs = plan.bind([5, 1, 2], [3, 4], num_tokens=11).runs_of(0)

@@ -1,9 +1,9 @@
-"""A connector of its own: the KV of prompts travels through a folder that all engines share.
+"""An example connector: the KV of prompts travels through a folder that all engines share.
 
-The folder holds one file per prompt, in one geometry (a single rank, NHD). Each rank of a producer
-copies its cells of a finished prompt into the file, each rank of a consumer the cells it needs out
-of it, so engines of any parallelism, block size and layout exchange. A prompt is found again by a
-hash of the model and its tokens. Nothing here deletes old files.
+The folder holds one file per prompt, always in the same geometry (a single rank, NHD). Each rank of
+a producer copies its cells of a finished prompt into the file. Each rank of a consumer copies the
+cells that it needs out of the file. So engines of any parallelism, block size and layout exchange
+KV. A hash of the model and the tokens finds a prompt again. Old files are never deleted.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class FolderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys allowed in ``kv_connector_extra_config``."""
+    """The allowed keys of ``kv_connector_extra_config``."""
 
     folder: str
-    """A folder that every process of every engine sees."""
+    """Path of a folder that every process of every engine sees."""
     chunk_tokens: int = 16
-    """Prompts are saved and found in multiples of so many tokens; the same in all engines."""
+    """Unit in tokens in which prompts are saved and found; equal in all engines."""
     wait_s: float = 10.0
-    """Seconds a request waits for a prompt that its prefill engine is still writing."""
+    """Seconds that a request waits for a prompt that its prefill engine is still writing."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class FolderMetadata(kv.KVConnectorMetadata):
-    """What the ranks start in a step."""
+    """The jobs that the ranks start in a step."""
 
     jobs: list[Job]
 
@@ -93,7 +93,7 @@ class FolderScheduler(kv.SchedulerConnector):
         self, request: kv.RequestView, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._asked.pop(request.request_id, None)
-        if request.request_id in self._under_way:  # aborted: keep the blocks until its load ended
+        if request.request_id in self._under_way:  # aborted: keep the blocks until the end
             return True, None
         prefixes = self._prefixes(request.prompt_token_ids)
         if not (prefixes and self._config.is_producer and request.finished_cleanly):
@@ -119,11 +119,11 @@ class FolderScheduler(kv.SchedulerConnector):
         for id in (output.finished_sending | output.finished_recving) & self._under_way.keys():
             job = self._under_way.pop(id)
             part = Path(job.path)
-            if job.saves and part.exists():  # a rank that failed has removed it
-                part.rename(part.with_suffix(".kv"))  # written by every rank: others may find it
+            if job.saves and part.exists():  # a failed rank has removed the file
+                part.rename(part.with_suffix(".kv"))  # every rank has written: publish the file
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing, as there is nothing to end."""
 
     def _start(self, job: Job) -> None:
         self._under_way[job.request_id] = job
@@ -146,7 +146,7 @@ class FolderScheduler(kv.SchedulerConnector):
 
 
 class FolderWorker(kv.WorkerConnector):
-    """Copies between its rank's cache and mapped files, off the step thread."""
+    """Copies between the rank's cache and mapped files, outside of the step thread."""
 
     def __init__(self, context: kv.ConnectorContext, rank: int) -> None:
         self._rank, (self._geometry,) = rank, context.groups
@@ -214,9 +214,9 @@ def extra_of(context: kv.ConnectorContext) -> FolderConfig:
 
 
 def shared_geometry(context: kv.ConnectorContext) -> EngineGeometry:
-    """The geometry of every file: one rank, blocks of a chunk."""
+    """The geometry of every file: one rank, with blocks of one chunk."""
     (group,) = context.groups
-    assert isinstance(group, EngineGeometry)  # whoever does not support groups gets no states
+    assert isinstance(group, EngineGeometry)  # no states, as this connector does not support groups
     return replace(
         group,
         parallel=ParallelShape(),
@@ -228,5 +228,5 @@ def shared_geometry(context: kv.ConnectorContext) -> EngineGeometry:
 
 
 def num_file_blocks(num_tokens: int, shared: EngineGeometry) -> int:
-    """Blocks of a file; the first is the null block, which is never copied from."""
+    """Number of blocks in a file; the first is the null block, which is never copied from."""
     return 1 + -(-num_tokens // shared.block_size)

@@ -4,6 +4,7 @@ import contextlib
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,9 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def as_entry_point(tmp_path, monkeypatch):
-    """What installing the example writes, on the path: its entry point."""
+    """Writes the entry point that an installation of the example would write, and adds it to the
+    path.
+    """
     metadata = tmp_path / "kvferry_folder_connector-0.1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-folder-connector\n")
@@ -91,15 +94,15 @@ def as_entry_point(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "kv_producer": {"tp": 2, "block_size": 4, "layout": "HND"},
     "kv_consumer": {"pp": 2, "block_size": 6, "layout": "NHD"},
 }
-# No two begin alike: a local prefix hit would leave less to load.
+# No two prompts begin alike: a local prefix hit would leave less to load.
 PROMPTS = [list(range(first, first + length)) for first, length in ((3, 7), (60, 33), (120, 50))]
 
 
-def open_engine(model: Path, folder: Path, role: str, executor: str = "inprocess", **keys):
+def open_engine(model, folder, role, executor="inprocess", **keys):
     transfer = {
         "kv_connector": "FolderConnector",
         "kv_role": role,

@@ -1,14 +1,15 @@
-"""The manifests fit Kubernetes' schema, and what they start exists and fits together."""
+"""The manifests fit Kubernetes' schema, and the commands and files in them exist and fit
+together.
+"""
 
 import json
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
-import typer.main
 import yaml
 
-from kvferry.cli.app import app
+from kvferry.cli.app import load_command
 from kvferry.config import KVTransferConfig, parse_struct
 from kvferry.connectors.pull.config import PullConfig
 
@@ -30,9 +31,9 @@ def containers(kind="Deployment"):
 
 
 def options(*names):
-    """The options of a command of ours."""
-    command = typer.main.get_command(app)
-    for name in names:
+    """The options of a kvferry command."""
+    command = load_command(names[0])
+    for name in names[1:]:
         command = command.commands[name]
     return {option for parameter in command.params for option in parameter.opts}
 

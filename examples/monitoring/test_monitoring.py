@@ -8,13 +8,17 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-import kvferry
-from kvferry.cluster.engines import Engine
-from kvferry.cluster.messages import KVEventsPlace
-from kvferry.cluster.metrics import EngineMetrics, RouterMetrics
-from kvferry.cluster.prefixes import PrefixIndex
 from kvferry.engine.engine import EngineStats
 from kvferry.engine.scheduler import SchedulerStats
+from kvferry.integrations.load_metrics import COUNTERS, HISTOGRAMS
+from kvferry.observe.records import TransferRecord
+from kvferry.router.engine_client import EngineClient
+from kvferry.router.engines import Engine
+from kvferry.router.health import Told
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.prefixes import PrefixIndex
+from kvferry.serving.messages import KVEventsPlace
+from kvferry.serving.metrics import EngineMetrics, RequestSummary
 
 HERE = Path(__file__).parent
 DASHBOARD = json.loads((HERE / "dashboard.json").read_text())
@@ -28,12 +32,38 @@ EXPRESSIONS = [
     *(rule["expr"] for rule in RULES),
 ]
 
-#: What Prometheus adds to all, and the labels of vLLM's own metrics that are not asked for.
+#: Labels that Prometheus adds to all series, and labels of vLLM's own metrics that are not asked
+#: for.
 ADDED = {"instance", "job"}
+
+REQUEST = RequestSummary(
+    request_id="r",
+    prompt_tokens=16,
+    token_ids=[1],
+    gaps=[0.5],
+    finish_reason="stop",
+    error="",
+    num_cached_tokens=0,
+    num_external_tokens=15,
+    timings=None,
+)
+LOAD = TransferRecord(
+    request_id="r",
+    lease_id="l",
+    rank=0,
+    peer="p",
+    direction="recv",
+    first_token=0,
+    tokens=15,
+    nbytes=15 << 10,
+    started=1.0,
+    finished=2.0,
+    ok=True,
+)
 
 
 def labels_of(*registries: CollectorRegistry) -> dict[str, set[str]]:
-    """Name of each time series → its labels; those without a value have none to tell."""
+    """Name of each time series → labels; a series without a value has no labels."""
     found: dict[str, set[str]] = {}
     for registry in registries:
         for family in registry.collect():
@@ -47,20 +77,19 @@ def labels_of(*registries: CollectorRegistry) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def series() -> dict[str, set[str]]:
-    """All time series of a router and of an engine that have something to tell, and vLLM's."""
-    engine_of_router = Engine("p", "http://p", "prefill", None)
-    engine_of_router.kv_events = KVEventsPlace(endpoint="tcp://127.0.0.1:9")
+    """All time series of a router and of an engine with values, and the series of vLLM."""
+    engine_of_router = Engine("p", "http://p", "prefill", EngineClient({}))
+    place = KVEventsPlace(endpoint="tcp://127.0.0.1:9")
+    engine_of_router.health.told = Told(kv_events=place)
     index = PrefixIndex()
-    index.follow([engine_of_router.kv_events])
+    index.follow([place])
     router = RouterMetrics([engine_of_router], index)
     router.prefix_tokens.labels("prefill")
     router.requests.labels("200").inc()
     router.errors.labels("aborted").inc()
     engine = EngineMetrics()
-    engine._requests.labels("stop")
-    engine._prompt_tokens.labels("peer")
-    engine._transfer_s.labels("p", "true").observe(1.0)
-    engine._transfer_bytes.labels("p")
+    engine.count(REQUEST)
+    engine.count_transfer(LOAD)
     scheduler = SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 0))
     numbers = dict.fromkeys(("steps", "computed_tokens", "output_tokens"), 0)
     stats = EngineStats(
@@ -73,22 +102,21 @@ def series() -> dict[str, set[str]]:
     engine.render(stats, silent_peers=["p"])
     told = labels_of(router.registry, engine.registry)
     index.close()
-    # vLLM is not installed here; its counters are made of these names.
-    text = (Path(kvferry.__file__).parent / "integrations/vllm/stats.py").read_text()
-    for name in re.findall(r'"(vllm:\w+)"', text):
+    # vLLM is not installed here; its counters are built from these names.
+    for name in (f"vllm:{name}" for name, *_ in (*HISTOGRAMS.values(), *COUNTERS.values())):
         for end in ("_total", "_bucket", "_sum", "_count"):
             told[name + end] = {"le"}
     return told
 
 
 def asked(expression: str) -> list[tuple[str, set[str]]]:
-    """The time series that an expression names, each with the labels that select of it."""
+    """The time series in an expression, each with the labels that select from the series."""
     found = re.findall(r"\b((?:vllm:)?kvferry_\w+)(?:\{([^}]*)\})?", expression)
     return [(name, set(re.findall(r"(\w+)\s*(?:=~|=|!=|!~)", chosen))) for name, chosen in found]
 
 
 def grouped(expression: str) -> set[str]:
-    """The labels by which an expression adds up, or leaves out."""
+    """The labels by which an expression sums, or which the expression ignores."""
     lists = re.findall(r"\b(?:by|without|ignoring|on)\s*\(([^)]*)\)", expression)
     return {label.strip() for one in lists for label in one.split(",")}
 

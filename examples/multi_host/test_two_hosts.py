@@ -24,7 +24,7 @@ MAX_TOKENS = 6
 
 
 def engine_config(role, host, **shape):
-    """What stands in a cluster file; put your own connector here."""
+    """The engine's section of a cluster file; name your own connector here."""
     transfer = {
         "kv_connector": "PullConnector",
         "kv_role": role,
@@ -34,7 +34,7 @@ def engine_config(role, host, **shape):
             "host": host.ipv4,
             "cluster_key": "a secret of the whole cluster, 32 bytes or more",
             "handshake_timeout_s": 5,
-            "control_config": {"heartbeat_s": 1},  # a host that died is known sooner
+            "control_config": {"heartbeat_s": 1},  # a dead host is noticed sooner
         },
     }
     return EngineConfig(name=host.name, kv_transfer_config=transfer, **shape)
@@ -48,11 +48,11 @@ def pair(network, tmp_path):
         engine_config("kv_consumer", decode, block_size=12, layout="NHD"),
     )
     model = prepare_model("tiny", tiny=TinyConfig(), cache=tmp_path)
-    engines = [
+    first, second = (
         HostEngine(host, client, config, model=model, log=tmp_path / f"{host.name}.log")
         for host, config in zip((prefill, decode), configs, strict=True)
-    ]
-    pair = HostPair(network, *engines, max_tokens=MAX_TOKENS)
+    )
+    pair = HostPair(network, first, second, max_tokens=MAX_TOKENS)
     pair.start()
     return pair  # everything ends with the network
 
@@ -62,23 +62,23 @@ def test_no_answer_is_lost_or_wrong(pair):
     prompts = [[chance.randrange(3, 300) for _ in range(length)] for length in (20, 45, 90)]
     alone = [pair.prefill.complete(prompt, MAX_TOKENS, {}).token_ids for prompt in prompts]
 
-    # The link breaks when the KV has been lent, and is mended while it is being loaded.
+    # The link breaks when the KV has been lent, and is repaired during the load.
     lent = [pair.lend(prompt) for prompt in prompts]
     pair.network.cut(pair.prefill.host, pair.decode.host)
     with ThreadPoolExecutor() as pool:
-        answers = pool.map(pair.load, prompts, lent)
+        loading = pool.map(pair.load, prompts, lent)
         time.sleep(1)
         pair.network.restore(pair.prefill.host, pair.decode.host)
-        assert [answer.token_ids for answer in answers] == alone
+        assert [answer.token_ids for answer in loading] == alone
 
-    # The prefill host dies with all that it has lent, and comes back.
+    # The prefill host dies with all lent KV, and returns.
     lent = [pair.lend([7, *prompt]) for prompt in prompts]
     pair.prefill.host.kill()
     answers = [pair.load([7, *prompt], first) for prompt, first in zip(prompts, lent, strict=True)]
     assert [answer.error for answer in answers] == ["", "", ""]
     pair.prefill.start()
     pair.prefill.wait_until_ready()
-    for first in itertools.count(8):  # until the two have met
+    for first in itertools.count(8):  # until the engines have found each other again
         answer = pair.serve([first, *prompts[2]])
         if pair.summary(answer).num_external_tokens > 0:
             break

@@ -1,6 +1,6 @@
-"""The planner alone: who gives what to whom, and a copy between NumPy arrays.
+"""The planner alone: which rank gives which cells to which rank, and a copy between NumPy arrays.
 
-Neither an engine, nor a server, nor PyTorch is needed. Run it with ``python plan_alone.py``.
+The example needs no engine, no server and no PyTorch. Run it with ``python plan_alone.py``.
 """
 
 from dataclasses import replace
@@ -14,12 +14,12 @@ from kvferry.topology import EngineGeometry, ParallelShape, plan_transfer, run_c
 Caches = dict[str, npt.NDArray[np.float32]]
 
 NUM_TOKENS = 40
-SOURCE_BLOCKS = [3, 1, 4]  # of 16 tokens: the request's block table on the source
-TARGET_BLOCKS = [2, 1]  # of 24 tokens: its block table on the target
+SOURCE_BLOCKS = [3, 1, 4]  # in blocks of 16 tokens: the request's block table on the source
+TARGET_BLOCKS = [2, 1]  # in blocks of 24 tokens: the request's block table on the target
 
 
 def engines() -> tuple[EngineGeometry, EngineGeometry]:
-    """A source with three ranks and a target with two; the three KV heads do not divide by two."""
+    """A source with three ranks and a target with two; two does not divide the three KV heads."""
     source = EngineGeometry(
         num_layers=2,
         num_kv_heads=3,

@@ -14,6 +14,8 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def example():
     spec = importlib.util.spec_from_file_location("plan_alone", HERE / "plan_alone.py")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

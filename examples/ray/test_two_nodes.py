@@ -18,7 +18,7 @@ pytestmark = [
 @pytest.mark.timeout(1500)  # Ray alone needs a minute on a busy machine
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_the_demo_over_two_nodes_gives_the_tokens_of_the_undivided_engine(network, tmp_path):
-    network.close()  # it was only to show that the machine allows one
+    network.close()  # only shows that the machine allows networks
     prompts = tmp_path / "prompts"
     prompts.mkdir()
     for number in range(3):

@@ -1,7 +1,8 @@
-"""Two Ray nodes on hosts of this machine, and ``kvferry demo`` over them: ``make demo-ray``.
+"""Two Ray nodes on hosts of this machine, and ``kvferry demo`` on the nodes: ``make demo-ray``.
 
-The prefill engine has three ranks and the decode engine two. One node has a CPU and the other has
-four, so that a rank of the decode engine is on each of them. Further arguments are the demo's.
+The prefill engine has three ranks and the decode engine two. One node has a single CPU and the
+other node has four, so that each node has a rank of the decode engine. Further arguments go to the
+demo.
 """
 
 import sys
@@ -14,7 +15,7 @@ from kvferry.testing.ray_hosts import start_ray
 
 
 def main() -> int:
-    """The exit code of the demo; 2 where there can be no hosts."""
+    """The exit code of the demo; 2 if the machine allows no hosts."""
     try:
         with tempfile.TemporaryDirectory(prefix="kr-") as folder, Network.open() as network:
             small, large = network.add_host("small"), network.add_host("large")

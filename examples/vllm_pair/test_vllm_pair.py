@@ -49,7 +49,7 @@ def test_the_readme_shows_this_configuration():
 
 @pytest.fixture
 def called(tmp_path, monkeypatch):
-    """``called()`` is what a script called last: python and kvferry are stand-ins."""
+    """``called()`` returns the last call of a script: python and kvferry are stand-ins."""
     for name in ("python", "kvferry"):
         stand_in = tmp_path / "bin" / name
         stand_in.parent.mkdir(exist_ok=True)
@@ -97,7 +97,7 @@ def test_the_request_is_a_chat():
 
 @contextlib.contextmanager
 def running(command: list, log: Path, url: str, **variables: str):
-    """A script, from its start until ``url`` answers, to its end."""
+    """Runs a script from the start, until ``url`` answers, to the end."""
     environment = {**os.environ, **variables}
     environment.pop("PYTHONPATH", None)  # kvferry is installed there
     with log.open("wb") as output:

@@ -1,4 +1,4 @@
-"""Who owns which blocks: specs, groups, block pool, prefix cache, manager, block tables."""
+"""The ownership of blocks: specs, groups, block pool, prefix cache, manager, block tables."""
 
 from kvferry.cache.block_pool import BlockPool, KVCacheBlock, KVCacheBlocks
 from kvferry.cache.block_table import BlockTable

@@ -1,20 +1,21 @@
-"""Blocks, the lists of them that a scheduler sees, and the pool that they come from.
+"""Blocks, the lists of blocks that a scheduler sees, and the pool of all blocks.
 
-The pool knows which blocks are free, which are shared, and what the free ones still remember.
-A free block that is hashed keeps its content until it is taken, so the order of reuse decides what
-the prefix cache forgets:
+The pool knows which blocks are free, which blocks are shared, and which content free blocks still
+hold. A free hashed block keeps its content until the block is taken. Therefore the order of reuse
+decides what the prefix cache forgets:
 
     reused first                                                        reused last
     | unhashed blocks, last freed first |  hashed blocks, longest unused first |
       a stack (a list)                     a queue (a deque)
 
-Unhashed blocks are worth nothing, so they never stand between two hashed ones, and a list serves.
+Unhashed blocks hold nothing of value, so they never lie between two hashed blocks, and a list
+suffices.
 
-A hit takes its block out of the middle of the queue. The block's entry stays there and is void: it
-counts for nothing, and is thrown away once it is the oldest. The block may be freed and queued
-again meanwhile, so each block counts its void entries, which are always older than the one that
-holds. Links from block to block would need no void entries, but freeing a block would write to
-its neighbours too: measured, freeing a request took a quarter longer.
+A hit takes its block out of the middle of the queue. The entry of the block stays in the queue and
+becomes void: it no longer counts, and it is discarded when it is the oldest entry. Meanwhile the
+block may be freed and queued again. Therefore each block counts its void entries, which are always
+older than its valid entry. Links from block to block would avoid void entries, but freeing a block
+would then also write to the neighbours: in a measurement, freeing a request took a quarter longer.
 """
 
 from collections import deque
@@ -34,33 +35,33 @@ from kvferry.cache.request import CacheRequest
 
 @dataclass(slots=True, eq=False)
 class KVCacheBlock:
-    """One block of the pool. Written by :class:`~kvferry.cache.BlockPool` alone."""
+    """A block of a :class:`BlockPool`. Only :class:`~kvferry.cache.BlockPool` writes to it."""
 
     block_id: int
-    """Index into the KV cache tensors; 0 is the null block."""
+    """Index of the block in the KV cache tensors; 0 is the null block."""
     ref_cnt: int = 0
-    """Block tables that hold it; the null block keeps 1."""
+    """Number of block tables with this block; the null block keeps 1."""
     block_hash: bytes | None = None
-    """Chained hash of its content once it is full and may be shared."""
+    """Chained hash of the block's content, after the block is full and may be shared."""
     group_id: int = 0
-    """KV cache group whose content it holds; read only while it is hashed."""
+    """KV cache group of the block's content; valid only while the block is hashed."""
     num_void: int = field(default=0, repr=False)
-    """Its entries in the queue of free blocks that do not count any more."""
+    """Number of void entries of the block in the queue of free blocks."""
 
     @property
     def is_null(self) -> bool:
-        """Whether this is the null block, which stands for "no block"."""
+        """Whether this is the null block, which means "no block"."""
         return self.block_id == 0
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheBlocks:
-    """Blocks of one request, one list per KV cache group, in token order."""
+    """Blocks of a request, in a list per KV cache group, in token order."""
 
     blocks: tuple[Sequence[KVCacheBlock], ...]
 
     def __add__(self, other: "KVCacheBlocks") -> "KVCacheBlocks":
-        """These blocks, then those of ``other``, group by group.
+        """The blocks of this object, then the blocks of ``other``, group by group.
 
         Raises:
             ValueError: the numbers of groups differ.
@@ -81,13 +82,13 @@ class KVCacheBlocks:
     def get_block_ids(self, allow_none: bool) -> tuple[list[int], ...] | None: ...
 
     def get_block_ids(self, allow_none: bool = False) -> tuple[list[int], ...] | None:
-        """Block ids, one list per group; with ``allow_none``, ``None`` when there are none."""
+        """Block ids, in a list per group; with ``allow_none``, ``None`` if there are no blocks."""
         if allow_none and not any(self.blocks):
             return None
         return tuple([block.block_id for block in group] for group in self.blocks)
 
     def get_unhashed_block_ids(self) -> list[int]:
-        """Ids of the blocks without a hash: those whose content is still to come. No null blocks.
+        """Ids of the blocks without a hash, which wait for their content. No null blocks.
 
         Raises:
             ValueError: there is more than one group.
@@ -100,25 +101,27 @@ class KVCacheBlocks:
         return self.get_unhashed_block_ids_all_groups()[0]
 
     def get_unhashed_block_ids_all_groups(self) -> tuple[list[int], ...]:
-        """Likewise, one list per group."""
+        """Ids of the blocks without a hash, in a list per group; see
+        :meth:`get_unhashed_block_ids`.
+        """
         return tuple(
             [block.block_id for block in group if block.block_hash is None and not block.is_null]
             for group in self.blocks
         )
 
     def new_empty(self) -> "KVCacheBlocks":
-        """No blocks, for the same groups."""
+        """An object without blocks, for the same groups."""
         return KVCacheBlocks(((),) * len(self.blocks))
 
 
 class BlockPool:
-    """All blocks of a KV cache. Not thread-safe: it belongs to the scheduler's thread.
+    """All blocks of a KV cache. Not thread-safe: only the scheduler's thread may use the pool.
 
     Args:
-        num_blocks: blocks in all, the null block included.
-        num_groups: KV cache groups; groups share blocks, never hits.
-        enable_events: whether to note what :meth:`take_events` returns; then it must be called
-            now and again.
+        num_blocks: number of all blocks, including the null block.
+        num_groups: number of KV cache groups; groups share blocks, but never hits.
+        enable_events: whether to collect events for :meth:`take_events`, which must then be called
+            regularly.
 
     Raises:
         ValueError: fewer than two blocks.
@@ -132,17 +135,18 @@ class BlockPool:
                 f"num_blocks: {num_blocks} leaves nothing beside the null block; take 2 or more"
             )
         self.blocks: Sequence[KVCacheBlock] = [KVCacheBlock(i) for i in range(num_blocks)]
-        """Every block, by id."""
+        """All blocks, by id."""
         self.null_block = self.blocks[0]
-        """Block 0: taken before any other, never freed, never hashed."""
+        """Block 0: taken before all other blocks, never freed, never hashed."""
         self.null_block.ref_cnt = 1
         # Ascending ids leave the stack first: neighbours in a table are neighbours in memory.
         self._unhashed = list(self.blocks[:0:-1])
         self._hashed: deque[KVCacheBlock] = deque()
-        self._num_void = 0  # entries of that queue, over all blocks
+        self._num_void = 0  # number of void entries of the queue, over all blocks
         self._cached: tuple[dict[bytes, KVCacheBlock], ...] = tuple({} for _ in range(num_groups))
-        # Further blocks of a hash that is cached already. They are kept, because a table's blocks
-        # never change under the request, but rarely met: the common lookup sees one dict only.
+        # Further blocks with a hash that is cached already. They are kept, because a table's blocks
+        # never change under the request. They are rare, so the usual lookup needs only the dict
+        # above.
         self._duplicates: tuple[dict[bytes, list[KVCacheBlock]], ...] = tuple(
             {} for _ in range(num_groups)
         )
@@ -150,16 +154,16 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that are in use, from 0 to 1; the null block does not count."""
+        """Share of blocks in use, from 0 to 1; the null block does not count."""
         return 1.0 - self.get_num_free_blocks() / (len(self.blocks) - 1)
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that :meth:`get_new_blocks` could hand out now, hashed ones included."""
+        """Number of blocks that :meth:`get_new_blocks` can give now, including hashed blocks."""
         return len(self._unhashed) + len(self._hashed) - self._num_void
 
     def get_free_block_ids(self) -> list[int]:
-        """Ids of the free blocks in the order in which they will be reused."""
-        # The youngest entry of a free block is the one that counts.
+        """Ids of the free blocks, in the order in which the pool will reuse them."""
+        # The latest entry of a free block is its valid entry.
         queued = dict.fromkeys(reversed(self._hashed))
         hashed = [
             block
@@ -169,25 +173,25 @@ class BlockPool:
         return [block.block_id for block in (*reversed(self._unhashed), *hashed)]
 
     def cached_blocks(self, group_id: int = 0) -> Mapping[bytes, KVCacheBlock]:
-        """Block hash → block, for every hash that a request of this group may hit. A live view."""
+        """Block hash → block, for every hash that a request of this group may hit; a live view."""
         return self._cached[group_id]
 
     def get_cached_block(self, block_hash: bytes, group_id: int = 0) -> KVCacheBlock | None:
-        """The block that holds this content for this group, or ``None``."""
+        """The block with this content for this group, or ``None``."""
         return self._cached[group_id].get(block_hash)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Takes free blocks, each with one reference; hashed ones forget their content.
+        """Takes free blocks and gives each block a reference; hashed blocks lose their content.
 
         Raises:
-            ValueError: more than are free, or fewer than none.
+            ValueError: fewer blocks are free, or ``num_blocks`` is negative.
         """
         stack = self._unhashed
         num_stacked = len(stack)
         num_free = num_stacked + len(self._hashed) - self._num_void
         if not 0 <= num_blocks <= num_free:
             raise ValueError(f"num_blocks: {num_blocks} wanted, {num_free} are free")
-        if num_blocks == 1 and num_stacked:  # a request that decodes grows so
+        if num_blocks == 1 and num_stacked:  # the usual growth of a request that decodes
             block = stack.pop()
             block.ref_cnt = 1
             return [block]
@@ -203,13 +207,13 @@ class BlockPool:
         return taken
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Adds one reference to each block; free ones leave the free list with their content.
+        """Adds a reference to each block; free blocks leave the free list with their content.
 
-        The null block is passed over.
+        The null block is skipped.
 
         Raises:
-            ValueError: a block is free and not hashed: there is nothing in it to share. Blocks
-                before it are touched.
+            ValueError: a block is free and not hashed, so it has nothing to share. All blocks
+                before this block are touched.
         """
         num_taken = 0
         error = None
@@ -222,23 +226,24 @@ class BlockPool:
                 num_taken += 1
             block.ref_cnt += 1
         self._count_void(num_taken)
-        self.null_block.ref_cnt = 1  # a table may hold it, and nothing counts that
+        self.null_block.ref_cnt = 1  # tables may hold it, and nothing counts that
         if error:
             raise ValueError(error)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Drops one reference from each block; the null block is passed over.
+        """Drops a reference from each block; the null block is skipped.
 
         Args:
-            ordered_blocks: hashed ones are reused in this order, after all that were freed
-                earlier. Give a request's tail first: the head of a prefix is worth more.
+            ordered_blocks: blocks to free. Hashed blocks are reused in this order, after all blocks
+                that were freed earlier. Give a request's tail first: the head of a prefix is more
+                valuable.
 
         Raises:
-            ValueError: a block has no reference left to drop. Blocks before it are freed.
+            ValueError: a block has no reference left. All blocks before this block are freed.
         """
         queue = self._hashed
         for block in ordered_blocks:
-            # First what nearly all blocks of a request are, in as few steps as can tell.
+            # First the case of nearly all blocks of a request, in as few steps as possible.
             if block.ref_cnt == 1 and block.block_hash is not None:
                 block.ref_cnt = 0
                 queue.append(block)
@@ -261,25 +266,25 @@ class BlockPool:
         hash_stride: int = 1,
         request: CacheRequest | None = None,
     ) -> None:
-        """Makes blocks of a table hits for later requests; null blocks are passed over.
+        """Makes blocks of a table hits for later requests; null blocks are skipped.
 
-        A hash that another block has already is kept as a duplicate: the older block stays the
-        hit, and this one takes over when that is reused.
+        If another block already has the same hash, this block is kept as a duplicate: the older
+        block stays the hit, and the duplicate replaces it when the older block is reused.
 
         Args:
             blocks: a request's block table for the group.
             block_hashes: the request's block hashes; block ``i`` of the table gets
-                ``block_hashes[(i + 1) * hash_stride - 1]``, which stands for all tokens before.
-            num_cached_blocks: leading blocks that are cached already.
-            num_full_blocks: leading blocks that are cached afterwards.
+                ``block_hashes[(i + 1) * hash_stride - 1]``, which covers all tokens before.
+            num_cached_blocks: number of leading blocks cached already.
+            num_full_blocks: number of leading blocks cached afterwards.
             group_id: KV cache group of the table.
-            hash_stride: hashes per block, for a group with larger blocks than the hashes have.
-            request: whose table it is, hashed already; needed with events only.
+            hash_stride: hashes per block, for a group whose blocks are larger than the hash blocks.
+            request: the hashed request of the table; necessary only with events.
 
         Raises:
-            ValueError: a block to be cached is hashed already, the table or the hashes are
-                shorter than ``num_full_blocks``, or there is no request and events are wanted.
-                Blocks before a hashed one are cached.
+            ValueError: a block to be cached is hashed already; the table or the hashes are shorter
+                than ``num_full_blocks``; or events are enabled and there is no request. All blocks
+                before a hashed block are cached.
         """
         last_hash = num_full_blocks * hash_stride - 1
         if num_full_blocks > len(blocks) or last_hash >= len(block_hashes):
@@ -294,7 +299,7 @@ class BlockPool:
                 raise ValueError("request: None, but the pool has events on; give the table's")
             self._events += stored_events(request, block_hashes, new, hash_stride, group_id)
         if hash_stride != 1:
-            # Slices, so that the loop has one index; without a stride they would cost more.
+            # Slices, so that the loop has a single index; without a stride they would cost more.
             first_hash = (num_cached_blocks + 1) * hash_stride - 1
             blocks = blocks[num_cached_blocks:num_full_blocks]
             block_hashes = block_hashes[first_hash : last_hash + 1 : hash_stride]
@@ -313,10 +318,10 @@ class BlockPool:
                 self._duplicates[group_id].setdefault(block_hash, []).append(block)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Makes blocks no hits any more, held or free; unhashed ones are passed over.
+        """Makes held or free blocks no longer hits; unhashed blocks are skipped.
 
         Raises:
-            ValueError: an id is not one of the pool's. Nothing has happened then.
+            ValueError: an id is not in the pool. In this case no block changes.
         """
         block_ids = list(block_ids)
         for block_id in block_ids:
@@ -333,7 +338,7 @@ class BlockPool:
                 self._unhashed.append(block)
 
     def take_events(self) -> list[KVCacheEvent]:
-        """What has become a hit and what is none any more since the last call, in order.
+        """The changes of hits since the last call, in order: new hits and removed hits.
 
         Always empty unless the pool was made with ``enable_events``.
         """
@@ -343,10 +348,10 @@ class BlockPool:
         return events
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all content, if no block but the null block is in use; says whether it did."""
+        """Forgets all content if only the null block is in use; returns whether it did so."""
         if self.get_num_free_blocks() != len(self.blocks) - 1:
             return False
-        # Downwards, so that the order of reuse stays as it was.
+        # Downwards, so that the order of reuse does not change.
         order = self.get_free_block_ids()
         self._unhashed = [self.blocks[block_id] for block_id in reversed(order)]
         for block in self._unhashed:
@@ -363,7 +368,7 @@ class BlockPool:
         return True
 
     def _evict(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Takes the hashed blocks that were unused for longest out of queue and cache."""
+        """Takes the least recently used hashed blocks out of the queue and the cache."""
         evicted = []
         cached, duplicates = self._cached, self._duplicates
         is_logged = self._events is not None
@@ -377,19 +382,20 @@ class BlockPool:
             group_id, block_hash = block.group_id, block.block_hash
             if is_logged or duplicates[group_id] or block_hash is None:
                 self._forget(block)
-            else:  # the same, without a call for each block
+            else:  # same effect as _forget, without a call for each block
                 del cached[group_id][block_hash]
                 block.block_hash = None
             evicted.append(block)
-        # Tables are freed tail first, so the reverse is mostly ascending: a transfer merges
-        # blocks that lie side by side.
+        # Tables are freed tail first, so the reverse is mostly ascending: a transfer merges blocks
+        # that are neighbours.
         evicted.reverse()
         return evicted
 
     def _count_void(self, num_blocks: int) -> None:
-        """Notes new void entries; throws all away once they are as many as the pool has blocks.
+        """Counts new void entries; discards all void entries if there are as many as blocks in the
+        pool.
 
-        That bounds the queue, and as each pass follows so many hits, what it costs per hit.
+        This bounds the queue and, as each pass follows so many hits, the cost per hit.
         """
         self._num_void += num_blocks
         if self._num_void < len(self.blocks):
@@ -439,12 +445,12 @@ class BlockPool:
         group_id: int,
         hash_stride: int,
     ) -> list[int]:
-        """Which blocks :meth:`cache_full_blocks` is about to make hits; duplicates are none."""
+        """Indices of the blocks that :meth:`cache_full_blocks` makes hits, without duplicates."""
         cached = self._cached[group_id]
         new = []
         for index in span:
             if blocks[index].block_hash is not None:
-                break  # caching will end here as well
+                break  # caching ends here as well
             is_known = block_hashes[(index + 1) * hash_stride - 1] in cached
             if not is_known and blocks[index] is not self.null_block:
                 new.append(index)

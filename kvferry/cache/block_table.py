@@ -1,4 +1,4 @@
-"""Block tables on a worker: where in the KV cache a token's slot is."""
+"""Block tables on a worker: the place of a token's slot in the KV cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
-    """The block tables of a batch for one KV cache group, as one array.
+    """The block tables of a batch for a KV cache group, as a single array.
 
     Every lookup takes whole arrays of (row, position) pairs; nothing loops over tokens.
 
@@ -27,19 +27,20 @@ class BlockTable:
     """
 
     block_size: int
-    """Tokens per block."""
+    """Number of tokens per block."""
     block_ids: IntArray
-    """Shape ``[rows, blocks of the longest row]``, int64; shorter rows end in 0, the null block."""
+    """Block ids, int64 ``[rows, blocks of the longest row]``; shorter rows end in 0, the null
+    block."""
     num_blocks: IntArray
-    """Shape ``[rows]``, int64: blocks of each row."""
+    """Number of blocks of each row, int64 ``[rows]``."""
 
     @classmethod
     def from_lists(cls, block_size: int, tables: Sequence[Sequence[int]]) -> "BlockTable":
         """Builds the table of a batch.
 
         Args:
-            block_size: tokens per block.
-            tables: block ids in token order, one list per row.
+            block_size: number of tokens per block.
+            tables: block ids in token order, in a list per row.
 
         Raises:
             ValueError: ``block_size`` is below 1.
@@ -59,11 +60,12 @@ class BlockTable:
     def expand_spans(
         first_positions: npt.ArrayLike, num_tokens: npt.ArrayLike
     ) -> tuple[IntArray, IntArray]:
-        """The tokens of a batch, row after row: row ``i`` has ``num_tokens[i]`` from its first on.
+        """The tokens of a batch, row after row; row ``i`` has ``num_tokens[i]`` tokens from its
+        first on.
 
         Args:
-            first_positions: shape ``[rows]``.
-            num_tokens: shape ``[rows]``, 0 or more.
+            first_positions: position of the first token of each row; shape ``[rows]``.
+            num_tokens: number of tokens of each row, 0 or more; shape ``[rows]``.
 
         Returns:
             ``(rows, positions)``, each int64 of shape ``[sum(num_tokens)]``.
@@ -80,14 +82,15 @@ class BlockTable:
             )
         rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
         ends = np.cumsum(counts)
-        # Subtracting where a row starts in the batch turns a running index into one per row.
+        # Subtracting the start of each row in the batch turns a running index into an index per
+        # row.
         positions = np.arange(len(rows), dtype=np.int64) + np.repeat(
             firsts - (ends - counts), counts
         )
         return rows, positions
 
     def locate(self, rows: npt.ArrayLike, positions: npt.ArrayLike) -> tuple[IntArray, IntArray]:
-        """Where tokens lie.
+        """The blocks and offsets of tokens.
 
         Args:
             rows: row of each token; broadcasts against ``positions``.
@@ -97,7 +100,7 @@ class BlockTable:
             ``(block ids, offsets in the block)``, int64, of the broadcast shape.
 
         Raises:
-            BlockTableError: a row does not exist, or a position lies outside its row's blocks.
+            BlockTableError: a row does not exist, or a position lies outside the blocks of its row.
         """
         row, position = np.broadcast_arrays(
             np.asarray(rows, np.int64), np.asarray(positions, np.int64)
@@ -116,7 +119,7 @@ class BlockTable:
     def between(
         self, rows: npt.ArrayLike, first_blocks: npt.ArrayLike, num_blocks: npt.ArrayLike
     ) -> IntArray:
-        """A run of blocks of each of some rows.
+        """A run of neighbouring blocks in each of the given rows.
 
         >>> table = BlockTable.from_lists(4, [[7, 3, 8], [5]])
         >>> table.between([0, 1], [1, 0], [2, 1]).tolist()
@@ -124,14 +127,14 @@ class BlockTable:
 
         Args:
             rows: shape ``[n]``.
-            first_blocks: shape ``[n]``; index in its row of each run's first block.
-            num_blocks: shape ``[n]``; length of each run.
+            first_blocks: index in its row of each run's first block; shape ``[n]``.
+            num_blocks: length of each run; shape ``[n]``.
 
         Returns:
             Block ids ``[n, longest run]``, int64; shorter runs end in 0, the null block.
 
         Raises:
-            BlockTableError: a row does not exist, or a run leaves its row's blocks.
+            BlockTableError: a row does not exist, or a run leaves the blocks of its row.
         """
         row, first, count = (
             np.asarray(given, np.int64) for given in (rows, first_blocks, num_blocks)
@@ -152,16 +155,16 @@ class BlockTable:
         return found
 
     def split(self, block_size: int) -> "BlockTable":
-        """The same table for a kernel whose blocks are smaller.
+        """The same table for a kernel with smaller blocks.
 
-        Block ``b`` of ``k`` times the size is the kernel's blocks ``b * k`` to ``b * k + k - 1``.
-        All parts of the null block stay 0.
+        If a block has ``k`` times the size, block ``b`` becomes the kernel's blocks ``b * k`` to
+        ``b * k + k - 1``. All parts of the null block stay 0.
 
         >>> BlockTable.from_lists(4, [[7, 3], [5]]).split(2).block_ids.tolist()
         [[14, 15, 6, 7], [10, 11, 0, 0]]
 
         Raises:
-            ValueError: ``block_size`` does not divide the table's.
+            ValueError: ``block_size`` does not divide the block size of the table.
         """
         if block_size < 1 or self.block_size % block_size:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The layers of a model as its KV cache sees them: from shapes to groups to geometries."""
+"""The layers of a model from the view of the KV cache: from shapes to groups to geometries."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,36 +14,36 @@ from kvferry.topology.sharding import default_split, heads_of, split_of_group
 from kvferry.topology.states import StateGeometry, StatePart
 
 STATE_BLOCK_SIZE = 1 << 20
-"""Tokens of the one block that holds a state: more than any request has."""
+"""Number of tokens of the single block that holds a state; more than any request has."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerHeads:
-    """What a layer of attention keeps of each token."""
+    """The cells that an attention layer keeps per token."""
 
     num_kv_heads: int
-    """KV heads of the model's layer; 1 with MLA."""
+    """Number of KV heads of the layer in the model; 1 with MLA."""
     head_size: int
-    """Elements of a head of k, or of the latent."""
+    """Number of elements of a head of k, or of the latent."""
     head_size_v: int | None = None
-    """Elements of a head of v, where they differ from those of k."""
+    """Number of elements of a head of v, if it differs from k."""
     use_mla: bool = False
-    """Whether the layer keeps one latent per token in place of keys and values."""
+    """Whether the layer keeps a latent per token instead of keys and values."""
     sliding_window: int | None = None
-    """Tokens that a token attends to, itself included; ``None``: all."""
+    """Number of tokens to which a token attends, including itself; ``None`` for all tokens."""
     attention_chunk_size: int | None = None
-    """Tokens of the chunk within which a token attends; ``None``: no chunks."""
+    """Number of tokens of the chunk within which a token attends; ``None`` for no chunks."""
 
     @property
     def whole(self) -> "LayerHeads":
-        """The same for a layer that keeps all tokens."""
+        """The same heads for a layer that keeps all tokens."""
         return replace(self, sliding_window=None, attention_chunk_size=None)
 
     def spec(self, block_size: int, dtype: str, tp: int) -> AttentionSpec:
-        """What the last of ``tp`` ranks keeps, which has no fewer heads than the others.
+        """The spec of the last of ``tp`` ranks; no other rank has more heads.
 
         Raises:
-            ValueError: ``block_size`` or ``dtype`` is none.
+            ValueError: ``block_size`` or ``dtype`` is invalid.
         """
         heads = len(heads_of(tp - 1, tp, self.num_kv_heads))
         cells = (block_size, heads, self.head_size, dtype)
@@ -58,12 +58,12 @@ class LayerHeads:
 
 
 LayerCache: TypeAlias = LayerHeads | tuple[StatePart, ...] | None
-"""What a layer keeps: of each token, of each request, or nothing of its own."""
+"""Cells that a layer keeps: per token, per request, or none of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What the KV cache of a model depends on, and nothing of its weights.
+    """The properties of a model on which its KV cache depends, without weights.
 
     >>> from kvferry.cache import group_layers
     >>> shape = CacheShape.uniform(4, LayerHeads(num_kv_heads=2, head_size=8), {0: 16, 2: 16})
@@ -74,8 +74,8 @@ class CacheShape:
     """
 
     layers: tuple[LayerCache, ...]
-    """What each layer of the model keeps, first layer first. A layer without attention, or one
-    that reads the cache of another layer, keeps nothing."""
+    """Cells that each layer of the model keeps, first layer first. A layer without attention, and a
+    layer that reads the cache of another layer, keep nothing."""
 
     @classmethod
     def uniform(
@@ -84,9 +84,9 @@ class CacheShape:
         """A model whose layers all have the same heads.
 
         Args:
-            num_layers: of the model.
-            heads: of each layer, all of whose tokens are kept.
-            windows: layer → its window, of those that have one.
+            num_layers: number of layers of the model.
+            heads: heads of each layer; all tokens are kept.
+            windows: layer → window, for layers with a sliding window.
         """
         return cls(
             tuple(
@@ -97,17 +97,17 @@ class CacheShape:
 
     @property
     def heads(self) -> LayerHeads:
-        """The heads of the first layer of attention; of most models those of all.
+        """The heads of the first attention layer; in most models, the heads of all layers.
 
         Raises:
-            ValueError: no layer attends.
+            ValueError: the model has no attention layer.
         """
         for heads in self.layers_by_heads():
             return heads
         raise ValueError("layers: none of them attends")
 
     def layers_by_heads(self) -> dict[LayerHeads, list[int]]:
-        """Heads → the layers of attention that have them, in the order of the first ones."""
+        """Heads → attention layers with these heads, in the order of the first layers."""
         found: dict[LayerHeads, list[int]] = {}
         for layer, cache in enumerate(self.layers):
             if isinstance(cache, LayerHeads):
@@ -116,7 +116,7 @@ class CacheShape:
 
     @property
     def layer_windows(self) -> dict[int, int]:
-        """Layer → its window; no layer that attends to all tokens."""
+        """Layer → window, for layers with a window."""
         return {
             layer: cache.sliding_window
             for layer, cache in enumerate(self.layers)
@@ -124,17 +124,17 @@ class CacheShape:
         }
 
     def kv_cache_specs(self, block_size: int, dtype: str, tp: int = 1) -> dict[str, KVCacheSpec]:
-        """What each layer needs to keep, by the layer's name, first layer first.
+        """The spec of each layer, by the layer's name, first layer first.
 
         Args:
-            block_size: tokens per block.
-            dtype: of the cache.
-            tp: ranks that share the heads. The specs are those of the last rank; with 1 they are
-                those of the whole model. They decide how many tokens a block of a group has where
-                the pages of layers differ.
+            block_size: number of tokens per block.
+            dtype: dtype of the cache.
+            tp: number of TP ranks. The specs are for the last rank; with 1 they
+                are for the whole model. If the pages of layers differ, the specs decide the number
+                of tokens per block of each group.
 
         Raises:
-            ValueError: ``block_size`` or ``dtype`` is none.
+            ValueError: ``block_size`` or ``dtype`` is invalid.
         """
         specs: dict[str, KVCacheSpec] = {}
         for layer, cache in enumerate(self.layers):
@@ -152,19 +152,19 @@ class CacheShape:
         parallel: ParallelShape,
         stage_layers: Sequence[int] | None = None,
     ) -> tuple[GroupGeometry, ...]:
-        """The KV cache of an engine, a geometry for each group and each kind of cells in it.
+        """The KV cache of an engine: a geometry for each group and each kind of cells in the group.
 
         Args:
-            groups: what :func:`~kvferry.cache.config_builder.group_layers` makes of
+            groups: the groups that :func:`~kvferry.cache.config_builder.group_layers` makes from
                 :meth:`kv_cache_specs`.
-            layout: of every group of attention.
-            parallel: of the engine. Its stages divide the model's layers, whatever groups they
-                are in, so that a stage may have no layer of a group. States are not padded, as
+            layout: layout of every attention group.
+            parallel: parallel shape of the engine. Its stages divide the model's layers regardless
+                of groups, so a stage may have no layer of a group. States are not padded, because
                 their pages are smaller on a rank than in the whole model.
-            stage_layers: the model's layers on each stage; divided evenly if left out.
+            stage_layers: number of the model's layers on each stage; divided evenly by default.
 
         Raises:
-            ValueError: a group is not of this model's layers, or the layout or the shape does not
+            ValueError: a group has layers of another model, or the layout or the shape does not
                 fit, see :class:`EngineGeometry`.
         """
         stages = stage_layers or default_split(len(self.layers), parallel.pp)
@@ -193,7 +193,7 @@ class CacheShape:
         """The layers of a group, ascending.
 
         Raises:
-            ValueError: they are not this model's, or not of the group's kind.
+            ValueError: a layer does not belong to this model, or is not of the group's kind.
         """
         numbers = {layer_name(layer): layer for layer in range(len(self.layers))}
         wrong = [
@@ -233,11 +233,11 @@ def _state_spec(states: tuple[StatePart, ...], tp: int) -> MambaSpec:
 def _geometry(
     spec: KVCacheSpec, kind: LayerCache, layout: Layout | str, where: Mapping[str, Any]
 ) -> GroupGeometry:
-    """The geometry of layers of one kind, of which ``where`` says which ones they are."""
+    """The geometry of layers of the same kind; ``where`` contains their indices and ranks."""
     if not isinstance(kind, LayerHeads):
-        assert kind is not None  # _layers_of
+        assert kind is not None  # see _layers_of
         return StateGeometry(states=kind, block_size=spec.block_size, **where)
-    assert isinstance(spec, AttentionSpec)  # _layers_of
+    assert isinstance(spec, AttentionSpec)  # see _layers_of
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
     chunk = spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None
     return EngineGeometry(
@@ -256,5 +256,5 @@ def _geometry(
 
 
 def layer_name(layer: int) -> str:
-    """The name of a layer among specs and tensors, which is also a geometry's default."""
+    """The name of a layer among specs and tensors; also the default name in a geometry."""
     return f"layer.{layer}"

@@ -1,9 +1,10 @@
-"""From what layers keep and how much memory there is to the KV cache of an engine.
+"""Builds the KV cache config of an engine from the specs of its layers and the size of its memory.
 
-First layers are grouped: those of a group share a block table. All groups draw blocks from one
-pool, so a block of any group takes the same bytes: pages of equal size, and about as many layers in
-every group. The rules are those of vLLM (``vllm/v1/core/kv_cache_utils.py``, version 0.32), except
-that pages which are no multiples of each other are an error here, not padded without a word.
+First the layers are grouped: the layers of a group share a block table. All groups take blocks from
+a common pool, so a block of any group needs the same number of bytes: pages of equal size, and
+about the same number of layers in every group. The rules are the rules of vLLM
+(``vllm/v1/core/kv_cache_utils.py``, version 0.32), except that pages which are not multiples of
+each other are an error here instead of being padded silently.
 """
 
 from bisect import bisect_right
@@ -33,9 +34,9 @@ Specs = Mapping[str, KVCacheSpec]
 def group_layers(specs: Specs, *, hybrid: bool = True) -> tuple[KVCacheGroupSpec, ...]:
     """Puts layers into groups that share a block table.
 
-    Layers that merge into one spec make one group; so do layers of one type whose pages differ in
-    size. Any other model is hybrid: its layers are dealt out to groups of one kind, of equal page
-    size and of as equal a number of layers as can be.
+    Layers whose specs merge make a group. Layers of the same type whose pages differ in size also
+    make a group. Any other model is hybrid: its layers are distributed over groups of the same
+    kind, with equal page size and with as equal a number of layers as possible.
 
     >>> full = FullAttentionSpec(16, num_kv_heads=8, head_size=128, dtype="bfloat16")
     >>> window = SlidingWindowSpec(16, 8, 128, "bfloat16", sliding_window=1024)
@@ -46,14 +47,14 @@ def group_layers(specs: Specs, *, hybrid: bool = True) -> tuple[KVCacheGroupSpec
     1024
 
     Args:
-        specs: what each layer of the model keeps on one rank, in the model's order. Layers of
-            encoders, which keep nothing, are in no group.
-        hybrid: whether layers may be in several groups. If not, windows and chunks are computed
+        specs: spec of each layer of the model on a rank, in the model's order. Layers of encoders,
+            which keep nothing, are in no group.
+        hybrid: whether layers may be in several groups. If not, windows and chunks are computed,
             but the blocks of all tokens are kept.
 
     Raises:
-        ValueError: the layers make no group; the message names two that do not agree, what they
-            have, and what to change.
+        ValueError: the layers make no group; the message names two layers that disagree, their
+            values, and the value to change.
     """
     for name, spec in specs.items():
         if not isinstance(spec, KVCacheSpec):
@@ -136,7 +137,7 @@ def _why_not_one_group(specs: Specs) -> str:
 
 
 def unify_page_sizes(specs: Specs) -> dict[str, KVCacheSpec]:
-    """Gives all layers pages of one size.
+    """Gives all layers pages of the same size.
 
     Attention layers get larger blocks, by a whole factor; recurrent states are padded.
 
@@ -147,7 +148,7 @@ def unify_page_sizes(specs: Specs) -> dict[str, KVCacheSpec]:
     [(32, 65536), (16, 65536)]
 
     Raises:
-        ValueError: the page of one attention layer is no multiple of another's.
+        ValueError: the page of an attention layer is not a multiple of the page of another.
     """
     states = [s.page_size_bytes for s in specs.values() if isinstance(s, MambaSpec)]
     pages = {n: s.page_size_bytes for n, s in specs.items() if not isinstance(s, MambaSpec)}
@@ -156,7 +157,7 @@ def unify_page_sizes(specs: Specs) -> dict[str, KVCacheSpec]:
         if page % small:
             largest = max(pages, key=lambda other: pages[other])
             raise ValueError(_why_not_one_page(name, largest, specs))
-    # A state that is larger than a page: pages of attention grow until it fits.
+    # If a state is larger than a page, the pages of attention grow until the state fits.
     page *= -(-max(states, default=1) // page)
     return {
         name: replace(spec, page_size_padded=page if page > spec.real_page_size_bytes else None)
@@ -182,7 +183,7 @@ def _why_not_one_page(name: str, largest: str, specs: Specs) -> str:
 
 
 def _layers_by_kind(specs: Specs) -> list[list[str]]:
-    """Names of layers whose specs merge, in the order in which kinds first appear."""
+    """Names of layers whose specs merge, in the order in which the kinds first appear."""
     kinds: list[tuple[list[KVCacheSpec], list[str]]] = []
     for name, spec in specs.items():
         for merged, names in kinds:
@@ -197,11 +198,12 @@ def _layers_by_kind(specs: Specs) -> list[list[str]]:
 
 
 def _deal_out(kinds: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Splits layers of each kind into groups of about as many layers as the others'.
+    """Splits the layers of each kind into groups with about the same number of layers.
 
-    A group of fewer layers than the largest leaves part of each of its blocks unused. Groups are
-    as large as the rarest kind; if no kind has half as many layers again, as large as the most
-    frequent, since a few unused pages cost less than a second, nearly empty group.
+    A group with fewer layers than the largest group leaves part of each of its blocks unused.
+    Groups are as large as the rarest kind. But if no kind has one and a half times as many layers
+    as the rarest kind, groups are as large as the most frequent kind: a few unused pages cost less
+    than a second, nearly empty group.
     """
     counts = [len(names) for names in kinds]
     size = max(counts) if 2 * max(counts) < 3 * min(counts) else min(counts)
@@ -233,19 +235,20 @@ def build_kv_cache_config(
     4096
 
     Args:
-        specs: what each layer keeps on one rank, in the model's order.
-        available_bytes: memory of that rank for the KV cache.
-        limits: of one request; the pool must hold it.
-        num_blocks: blocks of the pool, the null block included, whatever ``available_bytes`` and
-            ``limits`` say.
+        specs: spec of each layer on a rank, in the model's order.
+        available_bytes: number of bytes for the KV cache on this rank.
+        limits: limits of a request; the pool must hold such a request.
+        num_blocks: number of blocks of the pool, including the null block; overrides
+            ``available_bytes`` and ``limits``.
         hybrid: see :func:`~kvferry.cache.group_layers`.
-        one_allocation: whether the pages of a block lie side by side, in one allocation, instead
-            of each tensor in its own.
+        one_allocation: whether the pages of a block are neighbours in a common allocation;
+            otherwise each tensor has its own allocation.
 
     Raises:
-        ValueError: no layer keeps anything, the layers make no groups, a recurrent state has
-            blocks too short for the way it is kept, or one request does not fit; the message then
-            has the bytes wanted, the bytes there are, and the largest model length that fits.
+        ValueError: no layer keeps anything; the layers make no groups; the blocks of a recurrent
+            state are too short for its cache mode; or a request does not fit. In the last case the
+            message contains the bytes needed, the bytes available, and the largest model length
+            that fits.
     """
     groups = _require_groups(specs, hybrid)
     _check_bytes(available_bytes)
@@ -279,16 +282,16 @@ def largest_model_len(
     *,
     hybrid: bool = True,
 ) -> int:
-    """The longest sequence, at most ``limits.max_model_len`` tokens, that fits into the memory.
+    """The longest sequence that fits into the memory, at most ``limits.max_model_len`` tokens.
 
     Args:
         specs: see :func:`build_kv_cache_config`.
         available_bytes: see :func:`build_kv_cache_config`.
-        limits: of one request.
+        limits: limits of a request.
         hybrid: see :func:`~kvferry.cache.group_layers`.
 
     Returns:
-        Tokens; 0 if not even one fits.
+        Number of tokens; 0 if not even a single token fits.
 
     Raises:
         ValueError: no layer keeps anything, or the layers make no groups.
@@ -329,7 +332,7 @@ def _check_states(specs: Mapping[str, KVCacheSpec], limits: CacheLimits) -> None
 
 
 def _pages(groups: Sequence[KVCacheGroupSpec]) -> list[tuple[int, list[str]]]:
-    """The pages of every block: bytes, and the layers there, at most one of each group."""
+    """The pages of every block: bytes, and the layers in the page, at most one per group."""
     pages = []
     for names in zip_longest(*(group.layer_names for group in groups)):
         sizes = [
@@ -355,7 +358,7 @@ def _tensors(
 
 
 def _needed_blocks(groups: Sequence[KVCacheGroupSpec], limits: CacheLimits) -> int:
-    """Blocks of a pool that holds one request: its own in all groups, and those of no request."""
+    """Blocks of a pool that holds a single request: the request's blocks and reserved blocks."""
     num_blocks = 1  # the null block
     for group in groups:
         spec = group.kv_cache_spec

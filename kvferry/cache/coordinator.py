@@ -1,4 +1,4 @@
-"""What all KV cache groups of a request must do together."""
+"""The steps that all KV cache groups of a request must do together."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -18,48 +18,49 @@ from kvferry.cache.single_type_kinds import (
 )
 
 BlockLists: TypeAlias = tuple[Sequence[KVCacheBlock], ...]
-"""Blocks, one list per group."""
+"""Blocks, in a list per group."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestTables:
-    """All that one request holds, and until when that may stay as it is.
+    """Everything that a request holds, and the limits until which no table changes.
 
-    Most steps give a request a token that changes no group's table: the numbers tell so without
-    a look at any of them. They may be too tight, never too wide.
+    Most steps give a request a token that changes no group's table. The numbers below show this
+    without a look at the tables. The numbers may be too tight, but never too wide.
     """
 
     groups: tuple[GroupTable, ...]
-    """One table per group."""
+    """Tables of the request, one per group."""
     num_slots: int = 0
-    """Tokens that every group has room for."""
+    """Number of tokens for which every group has room."""
     quiet_from: int = 0
-    """Fewest computed tokens from which the request can go on: fewer than it has had since would
-    need blocks that were given back, or were never filled."""
+    """Least number of computed tokens from which the request can continue. With fewer computed
+    tokens, it would need blocks that were given back or were never filled."""
     quiet_until: int = NEVER
-    """Computed tokens at which a group can give a block back."""
+    """Number of computed tokens at which a group can give a block back."""
     next_hashed: int = 0
-    """Computed tokens at which a group has a block to make a hit."""
+    """Number of computed tokens at which a group has a new block to make a hit."""
 
 
 class KVCacheCoordinator:
     """Applies each step of a request's life to all groups.
 
-    Block hashes stand for as many tokens as divide every group's block size (their greatest common
-    divisor); a hit is a multiple of every group's block size (their least common multiple).
+    The number of tokens of a block hash divides every group's block size (it is their greatest
+    common divisor). The length of a hit is a multiple of every group's block size (a multiple of
+    their least common multiple).
 
     Args:
         config: the groups; their order is the order of all lists here.
-        pool: the blocks that the groups share.
-        num_token_shards: ranks that hold different tokens of one request (DCP times PCP); a block
-            of layers that keep tokens spans as many times its tokens.
-        use_eagle: whether the last block that matches is dropped from every hit.
-        max_hit: most tokens that a hit may have; 0 without caching. Nothing is hashed where it is
-            too short for any hit, nor in a model with cross attention, where what the decoder
-            keeps depends on the encoder's input, which no hash covers.
+        pool: the blocks of all groups.
+        num_token_shards: number of ranks with different tokens of a request (DCP times PCP). A
+            block of layers that keep tokens spans this many times its own tokens.
+        use_eagle: whether the last matching block is dropped from every hit.
+        max_hit: largest number of tokens of a hit; 0 without caching. Nothing is hashed if this is
+            too short for any hit. Nothing is hashed in a model with cross attention either: its
+            decoder cells depend on the encoder's input, which no hash covers.
 
     Raises:
-        ValueError: a spec that no manager serves, or sinks that do not fit into the pool.
+        ValueError: no manager serves a spec, or the sinks do not fit into the pool.
     """
 
     def __init__(
@@ -73,13 +74,13 @@ class KVCacheCoordinator:
         specs = [layer_spec(group.kv_cache_spec) for group in config.kv_cache_groups]
         kinds = [manager_kind(spec, group_id) for group_id, spec in enumerate(specs)]
         self.has_cross_attention = not all(kind.is_cacheable for kind in kinds)
-        """Whether a group holds an encoder's output."""
+        """Whether a group holds the output of an encoder."""
         sizes = [
             table_block_size(kind, spec, num_token_shards)
             for kind, spec in zip(kinds, specs, strict=True)
         ]
         self.hash_block_size = gcd(*sizes)
-        """Tokens per block hash."""
+        """Number of tokens per block hash."""
         rules = HitRules(self.hash_block_size, lcm(*sizes), use_eagle, len(specs))
         self.enable_caching = rules.alignment <= max_hit and not self.has_cross_attention
         """Whether requests share blocks."""
@@ -87,14 +88,14 @@ class KVCacheCoordinator:
             kind(spec, group_id, pool, num_token_shards, rules)
             for group_id, (kind, spec) in enumerate(zip(kinds, specs, strict=True))
         )
-        # Full attention first: its run from the left bounds what the others are asked for.
+        # Full attention first: its run of hits from the left bounds the search of the other groups.
         self._lookup_order = sorted(
             self.managers, key=lambda manager: not isinstance(manager, FullAttentionManager)
         )
         self._pool = pool
 
     def new_tables(self) -> RequestTables:
-        """Empty tables for a request."""
+        """Makes empty tables for a request."""
         return RequestTables(tuple(GroupTable() for _ in self.managers))
 
     def new_step_starts(self) -> None:
@@ -106,23 +107,23 @@ class KVCacheCoordinator:
     # -- Hits
 
     def hash_blocks(self, request: CacheRequest) -> Sequence[bytes]:
-        """The request's block hashes.
+        """The block hashes of the request.
 
         Raises:
-            ValueError: it is hashed with another block size, or has a bad token id.
+            ValueError: the request is hashed with another block size, or has an invalid token id.
         """
         return request.hash_blocks(self.hash_block_size)
 
     def find_longest_hit(self, request: CacheRequest, max_tokens: int) -> tuple[BlockLists, int]:
         """The longest hit that every group has, and its length in tokens.
 
-        Each group in turn gives the longest hit of its own that is not longer than what the
-        groups before it left; once all in a row agree, that is the longest that all have, since
-        no group has one in between.
+        Each group in turn gives its own longest hit that is not longer than the hit of the groups
+        before. When all groups in a row agree, this is the longest common hit, because no group has
+        a hit of a length in between.
 
-        With a drafter, the block after the hit may hold the last token too, which is not computed
-        from the cache; with one group it may not. That is the field's rule, and costs one group
-        a block for a prompt of whole blocks.
+        With a drafter, the block after the hit may also contain the last token, which is not
+        computed from the cache. With a single group it may not. This is the usual rule of the
+        field; it costs a single group one block if the prompt consists of whole blocks.
         """
         block_hashes = self.hash_blocks(request)
         order = self._lookup_order
@@ -135,7 +136,7 @@ class KVCacheCoordinator:
         for manager in cycle(order):
             known = hits[manager.group_id]
             if known and isinstance(manager, FullAttentionManager):
-                found = known[: num_tokens // manager.block_size]  # any part of a run is one
+                found = known[: num_tokens // manager.block_size]  # any part of a run is a run
             else:
                 found = manager.find_longest_hit(block_hashes, num_tokens, num_known)
             hits[manager.group_id] = found
@@ -149,17 +150,17 @@ class KVCacheCoordinator:
     def check_fits(
         self, request: CacheRequest, tables: RequestTables | None, hits: BlockLists, room: Room
     ) -> None:
-        """Refuses what does not go together.
+        """Refuses inconsistent arguments.
 
         Args:
-            request: running, or about to be.
-            tables: what it holds; ``None`` if nothing.
-            hits: blocks of its local hit; empty lists if there is none.
-            room: what it asks for.
+            request: a running request, or a request to be admitted.
+            tables: tables of the request; ``None`` if it holds nothing.
+            hits: blocks of its local hit; empty lists if there is no hit.
+            room: the room that it requests.
 
         Raises:
-            ValueError: hits or external tokens for a request that holds blocks, hits that are not
-                the request's, or computed tokens that its blocks do not hold.
+            ValueError: the request holds blocks and brings hits or external tokens; the hits do not
+                belong to the request; or its blocks do not hold its computed tokens.
         """
         num_computed = request.num_computed_tokens
         name = f"request {request.request_id!r}"
@@ -181,7 +182,7 @@ class KVCacheCoordinator:
                 "num_computed_tokens to 0 when a request is freed"
             )
         if self.enable_caching:
-            self.hash_blocks(request)  # so that what can fail has done so by now
+            self.hash_blocks(request)  # so that any failure happens now
         if any(hits) or room.num_local:
             self._check_hits(request, hits, room.num_local)
 
@@ -196,7 +197,7 @@ class KVCacheCoordinator:
             manager.check_hits(group_hits, num_tokens, block_hashes)
 
     def count_free_hits(self, hits: BlockLists, room: Room) -> int:
-        """How many of the hits are free and will be taken."""
+        """Number of free hits, which will be taken."""
         return sum(
             manager.count_free_hits(group_hits, room)
             for manager, group_hits in zip(self.managers, hits, strict=True)
@@ -205,7 +206,7 @@ class KVCacheCoordinator:
     # -- Blocks
 
     def count_missing(self, tables: RequestTables, room: Room, hits: BlockLists) -> int:
-        """New blocks that are lacking for ``room`` once ``hits`` are in the tables."""
+        """Number of new blocks that ``room`` needs after ``hits`` are in the tables."""
         num_missing = 0
         for manager, table, group_hits in zip(self.managers, tables.groups, hits, strict=True):
             num_missing += manager.count_missing(table, room, len(group_hits))
@@ -219,7 +220,9 @@ class KVCacheCoordinator:
         num_tokens: int,
         max_step_tokens: int,
     ) -> int:
-        """The same for a sequence of ``num_tokens``, or its window where a group has one."""
+        """Like :meth:`count_missing`, for ``num_tokens`` tokens; groups with a window need only
+        that.
+        """
         return sum(
             manager.count_missing_for_all(table, room, len(group_hits), num_tokens, max_step_tokens)
             for manager, table, group_hits in zip(self.managers, tables.groups, hits, strict=True)
@@ -239,7 +242,7 @@ class KVCacheCoordinator:
         self.settle(tables)
 
     def grow(self, tables: RequestTables, room: Room) -> BlockLists:
-        """Gives every table its room; returns the blocks that are new."""
+        """Gives every table its room; returns the new blocks."""
         return tuple(
             manager.grow(table, room)
             for manager, table in zip(self.managers, tables.groups, strict=True)
@@ -258,11 +261,11 @@ class KVCacheCoordinator:
         skip_groups: Collection[int],
         first_filled: Sequence[int] | None,
     ) -> None:
-        """Notes what a load has filled: see :meth:`kvferry.cache.KVCacheManager.cache_blocks`.
+        """Records the effect of a load: see :meth:`kvferry.cache.KVCacheManager.cache_blocks`.
 
         Raises:
-            ValueError: there is no such group, or ``first_filled`` is not one token per group.
-                Nothing has happened then.
+            ValueError: a group does not exist, or ``first_filled`` does not have a token per group.
+                In this case nothing changes.
         """
         unknown = [group for group in skip_groups if not 0 <= group < len(self.managers)]
         if unknown:
@@ -281,10 +284,10 @@ class KVCacheCoordinator:
                 manager.note_filled(table, first)
         for group in skip_groups:
             tables.groups[group].num_cached = NEVER
-        self.settle(tables)  # or what is a hit now would not be looked for at once
+        self.settle(tables)  # otherwise new hits would not be looked for at once
 
     def settle(self, tables: RequestTables) -> None:
-        """Notes until when nothing is to be done to the tables."""
+        """Records the limits until which no table changes."""
         limits = [
             manager.limits(table)
             for manager, table in zip(self.managers, tables.groups, strict=True)
@@ -302,8 +305,9 @@ class KVCacheCoordinator:
 
     def reset_prefix_cache(self) -> bool:
         """See :meth:`kvferry.cache.KVCacheManager.reset_prefix_cache`."""
-        # The pool is reset only while nothing is in use. Unhashed blocks are reused last freed
-        # first, so every group gets its own again, and the attention finds their content.
+        # The pool is reset only while no block is in use. Unhashed blocks that were freed last are
+        # reused first, so every group gets its own sink blocks again, where the attention expects
+        # them.
         for manager in reversed(self.managers):
             self._pool.free_blocks(reversed(manager.sink_blocks))
         is_reset = self._pool.reset_prefix_cache()

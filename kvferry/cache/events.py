@@ -1,12 +1,12 @@
-"""KV cache events: what becomes a hit and what stops being one, for routers and indexes outside.
+"""KV cache events: blocks that become hits or stop being hits, for outside routers and indexes.
 
-They are those of vLLM, whose consumers parse them: the field names, which of them are always sent,
-and the MessagePack form (a batch is an array, an event a map whose ``type`` is the class name; so
-since vLLM pull request 42892). Whoever applies all events in order, to one set of hashes per group,
-holds exactly the hashes that this engine's requests may hit: a hash is announced when its first
-block is cached and withdrawn with its last one.
+The events are vLLM's events, because vLLM's consumers parse them. The field names, the fields that
+are always sent and the MessagePack form are the same: a batch is an array, an event is a map whose
+``type`` is the class name (since vLLM pull request 42892). A consumer that applies all events in
+order, to a set of hashes per group, holds exactly the hashes that this engine's requests may hit. A
+hash is announced when its first block is cached, and withdrawn with its last block.
 
-The counters of the prefix cache stand here too.
+The counters of the prefix cache are also in this module.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,61 +19,61 @@ from kvferry.cache.request import CacheRequest
 
 
 class PrefixCacheStats(msgspec.Struct):
-    """What the prefix cache was asked and could answer, over some span of time."""
+    """Requests to the prefix cache and hits, over a span of time."""
 
     requests: int = 0
-    """Lookups."""
+    """Number of lookups."""
     queries: int = 0
-    """Tokens looked up."""
+    """Number of tokens looked up."""
     hits: int = 0
-    """Tokens found."""
+    """Number of tokens found."""
     reset: bool = False
-    """Whether the cache was reset in that time."""
+    """Whether the cache was reset in this time."""
 
     @property
     def hit_rate(self) -> float:
-        """Tokens found per token looked up; 0 when there was no lookup."""
+        """Number of tokens found per token looked up; 0 if there was no lookup."""
         return self.hits / self.queries if self.queries else 0.0
 
     def record(self, *, queries: int, hits: int) -> None:
-        """Counts one lookup."""
+        """Counts a lookup."""
         self.requests += 1
         self.queries += queries
         self.hits += hits
 
 
 BlockHash: TypeAlias = bytes | int
-"""A block hash, whole; or its last 8 bytes as a big-endian integer, see :func:`with_short_hashes`.
+"""A whole block hash, or its last 8 bytes as a big-endian integer, see :func:`with_short_hashes`.
 """
 
 MEDIUM = "GPU"
-"""Consumers know the memory that an engine computes in by this name, whatever the device."""
+"""Name under which consumers know the memory of an engine's device, whatever the device is."""
 
 
 class BlockStored(
     msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False
 ):
-    """Neighbouring blocks of one request have become hits."""
+    """Neighbouring blocks of a request have become hits."""
 
     block_hashes: list[BlockHash]
-    """One per block, in token order."""
+    """Block hashes, one per block, in token order."""
     parent_block_hash: BlockHash | None
-    """Hash of the block before the first one; ``None`` for the beginning of a request."""
+    """Hash of the block before the first block; ``None`` at the beginning of a request."""
     token_ids: list[int]
-    """``block_size`` tokens per block."""
+    """Token ids, ``block_size`` tokens per block."""
     block_size: int
-    """Tokens per block."""
+    """Number of tokens per block."""
     lora_id: int | None
-    """Never known here; ``lora_name`` says it."""
+    """Id of the LoRA adapter, which is never known here; see ``lora_name``."""
     medium: str | None
-    """Where the blocks lie."""
+    """Memory in which the blocks lie."""
     lora_name: str | None
-    """LoRA adapter that they were computed with."""
+    """Name of the LoRA adapter with which the blocks were computed."""
     extra_keys: list[tuple[Any, ...] | None] | None = None
-    """What went into each block's hash beside tokens, see ``Request.extra_keys``; ``None`` if
-    nothing did."""
+    """Further content in each block's hash besides tokens, see ``Request.extra_keys``; ``None`` if
+    there is none."""
     group_idx: int | None = None
-    """KV cache group; hashes of different groups have nothing to do with one another."""
+    """Index of the KV cache group; hashes of different groups are unrelated."""
 
 
 class BlockRemoved(
@@ -82,11 +82,11 @@ class BlockRemoved(
     """Blocks have stopped being hits."""
 
     block_hashes: list[BlockHash]
-    """In the order in which they were given up."""
+    """Block hashes, in the order in which the blocks were given up."""
     medium: str | None
-    """Where the blocks lay."""
+    """Memory in which the blocks lay."""
     group_idx: int | None = None
-    """KV cache group."""
+    """Index of the KV cache group."""
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
@@ -97,14 +97,14 @@ KVCacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """The events of one engine step."""
+    """The events of an engine step."""
 
     ts: float
     """Unix seconds at which the batch was made."""
     events: list[KVCacheEvent]
-    """In order."""
+    """Events of the step, in order."""
     data_parallel_rank: int | None = None
-    """Which of an engine's schedulers made it."""
+    """Rank of the batch's scheduler, among the engine's schedulers."""
 
 
 def stored_events(
@@ -114,13 +114,13 @@ def stored_events(
     hash_stride: int,
     group_id: int,
 ) -> Iterator[BlockStored]:
-    """What is told when blocks of a request's table become hits: one event per unbroken run.
+    """The events for new hits in a request's table: an event per unbroken run.
 
     Args:
-        request: hashed already.
-        block_hashes: the request's, as for ``BlockPool.cache_full_blocks``.
-        indices: places in the table, ascending.
-        hash_stride: hashes per block.
+        request: a hashed request.
+        block_hashes: the request's block hashes, as for ``BlockPool.cache_full_blocks``.
+        indices: indices of the blocks in the table, ascending.
+        hash_stride: number of hashes per block.
         group_id: KV cache group of the table.
     """
     assert request.hash_block_size is not None
@@ -143,7 +143,7 @@ def stored_events(
 
 
 def with_short_hashes(event: KVCacheEvent) -> KVCacheEvent:
-    """The event with its hashes as integers of 64 bits, which every consumer reads.
+    """The event with its hashes as integers of 64 bits, which every consumer can read.
 
     >>> removed = BlockRemoved(block_hashes=[bytes(31) + bytes([7])], medium=MEDIUM)
     >>> with_short_hashes(removed).block_hashes

@@ -1,4 +1,4 @@
-"""The KV cache of one engine: how many blocks, which tensors, which groups of layers."""
+"""The KV cache of an engine: the number of blocks, the tensors, and the groups of layers."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from kvferry.cache.specs import AttentionSpec, CacheLimits, KVCacheSpec
 
 @dataclass(frozen=True)
 class UniformTypeKVCacheSpecs(KVCacheSpec):
-    """Layers that share one block table although their pages differ in size.
+    """The specs of layers that share a block table although their pages differ in size.
 
-    Layers are of one type if a request holds the same blocks in each: the same kind of attention,
-    and for windows, chunks and states the same window, chunk or number of states. A block of the
-    group is one page of every layer.
+    Layers are of the same type if a request holds the same blocks in each layer: the same kind of
+    attention, and for windows, chunks and states the same window, chunk or number of states. A
+    block of the group consists of a page of every layer.
 
     Raises:
-        ValueError: no layers, or layers that are not of one type.
+        ValueError: there are no layers, or the layers are not of the same type.
     """
 
     kv_cache_specs: Mapping[str, KVCacheSpec]
-    """What each layer keeps, by its name; kept as a read-only copy."""
+    """Spec of each layer, by the layer's name; stored as a read-only copy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,33 +51,33 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
     @classmethod
     def from_specs(cls, specs: Mapping[str, KVCacheSpec]) -> Self | None:
-        """The spec of a group of all these layers, or ``None`` if they are not of one type."""
+        """The spec of a group of all these layers; ``None`` if they are not of the same type."""
         if not cls.is_uniform_type(specs):
             return None
         return cls(next(iter(specs.values())).block_size, specs)
 
     @property
     def first_spec(self) -> KVCacheSpec:
-        """What the first layer keeps; it stands for all where pages do not matter."""
+        """The spec of the first layer, which represents all layers if page sizes do not matter."""
         return next(iter(self.kv_cache_specs.values()))
 
     @property
     def slot_rule(self) -> Hashable:
-        """See :attr:`~kvferry.cache.KVCacheSpec.slot_rule`: that of the layers."""
+        """See :attr:`~kvferry.cache.KVCacheSpec.slot_rule`: the rule of the layers."""
         return self.first_spec.slot_rule
 
     @property
     def num_reserved_blocks(self) -> int:
-        """See :attr:`~kvferry.cache.KVCacheSpec.num_reserved_blocks`: that of the layers."""
+        """See :attr:`~kvferry.cache.KVCacheSpec.num_reserved_blocks`: the number of the layers."""
         return self.first_spec.num_reserved_blocks
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block of all the layers on one rank."""
+        """Number of bytes of a block of all the layers on a rank."""
         return sum(spec.page_size_bytes for spec in self.kv_cache_specs.values())
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Bytes of all the layers on one rank that the longest request may hold at once."""
+        """Number of bytes of all the layers on a rank that the longest request may hold at once."""
         spec = self.first_spec
         num_blocks = spec.max_memory_usage_bytes(limits) // spec.page_size_bytes
         return num_blocks * self.page_size_bytes
@@ -95,25 +95,26 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
 @dataclass(frozen=True)
 class KVCacheTensor:
-    """Memory of one page per block, and the layers whose pages lie in it.
+    """Memory of a page per block, and the layers whose pages lie in this memory.
 
-    A block belongs to one group at a time, so layers of different groups may share the bytes.
+    A block belongs to a single group at a time, so layers of different groups may share the bytes.
     Block ``b`` of each layer begins ``offset + b * block_stride`` bytes into an allocation of
-    ``size`` bytes. Tensors that give a ``block_stride`` lie in one allocation, side by side in
-    every block; any other is an allocation of its own.
+    ``size`` bytes. Tensors with a ``block_stride`` lie in a common allocation, side by side in
+    every block. Any other tensor has its own allocation.
 
     Raises:
-        ValueError: an empty size, no layers, or an offset or stride out of range.
+        ValueError: the size is below 1, there are no layers, or an offset or stride is out of
+            range.
     """
 
     size: int
-    """Bytes of the allocation."""
+    """Number of bytes of the allocation."""
     shared_by: Sequence[str]
-    """Names of the layers, at most one of each group; kept as a tuple."""
+    """Names of the layers, at most one layer of each group; stored as a tuple."""
     offset: int = 0
-    """Bytes from the start of the allocation to block 0."""
+    """Number of bytes from the start of the allocation to block 0."""
     block_stride: int | None = None
-    """Bytes from a block to the next; ``None``: the page, blocks are dense."""
+    """Number of bytes from a block to the next block; ``None`` for the page size (dense blocks)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared_by", tuple(self.shared_by))
@@ -134,20 +135,21 @@ class KVCacheTensor:
 
 @dataclass(frozen=True)
 class KVCacheGroupSpec:
-    """Layers that share one block table per request.
+    """Layers with a common block table per request.
 
     Raises:
-        ValueError: a layer is named twice, layers of a uniform spec are not the ones named, or
-            blocks cannot be split for the kernels.
+        ValueError: a layer is named twice, the layers of a uniform spec are not the named layers,
+            or blocks cannot be split for the kernels.
     """
 
     layer_names: Sequence[str]
-    """Kept as a tuple."""
+    """Names of the layers; stored as a tuple."""
     kv_cache_spec: KVCacheSpec
-    """What each of the layers keeps."""
+    """Spec of each of the layers."""
     kernel_block_size: int | None = None
-    """Tokens per block as the attention kernels see it, which divides the spec's block size; see
-    :meth:`kvferry.cache.BlockTable.split`. ``None``: the spec's block size."""
+    """Number of tokens per block from the view of the attention kernels. It divides the block size
+    of the spec; see :meth:`kvferry.cache.BlockTable.split`. ``None`` means the block size of the
+    spec."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_names", tuple(self.layer_names))
@@ -173,7 +175,7 @@ class KVCacheGroupSpec:
             )
         for name in self.layer_names if kernel_block_size != block_size else ():
             spec = self.layer_spec(name)
-            # A kernel block is found by its number alone, so pages must hold nothing but tokens.
+            # A kernel block is found by its number alone, so pages must contain only tokens.
             if (
                 not isinstance(spec, AttentionSpec)
                 or spec.page_size_bytes != spec.real_page_size_bytes
@@ -185,7 +187,7 @@ class KVCacheGroupSpec:
                 )
 
     def layer_spec(self, layer_name: str) -> KVCacheSpec:
-        """What one of the layers keeps.
+        """The spec of a layer of the group.
 
         Raises:
             ValueError: the layer is not in the group.
@@ -201,20 +203,20 @@ class KVCacheGroupSpec:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The KV cache of one engine. Without tensors it serves a scheduler that owns no memory.
+    """The KV cache of an engine. Without tensors it serves a scheduler that owns no memory.
 
     Raises:
-        ValueError: fewer than two blocks, no group, a layer in two groups, or a tensor that is
-            too small for the blocks, whose blocks overlap, that names an unknown layer, or that
-            two layers of one group share.
+        ValueError: there are fewer than two blocks, or no groups, or a layer is in two groups; or a
+            tensor is too small for the blocks, has overlapping blocks, names an unknown layer, or
+            is shared by two layers of the same group.
     """
 
     num_blocks: int
-    """Blocks of the pool that all groups share, the null block included."""
+    """Number of blocks of the common pool, including the null block."""
     kv_cache_tensors: Sequence[KVCacheTensor]
-    """Kept as a tuple; may be empty."""
+    """Tensors of the cache; stored as a tuple; may be empty."""
     kv_cache_groups: Sequence[KVCacheGroupSpec]
-    """Kept as a tuple."""
+    """Groups of the cache; stored as a tuple."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_cache_tensors", tuple(self.kv_cache_tensors))

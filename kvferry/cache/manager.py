@@ -1,4 +1,4 @@
-"""The KV cache manager: the scheduler's one door to blocks."""
+"""The KV cache manager: the only interface through which the scheduler gets blocks."""
 
 from collections.abc import Collection, Sequence
 from weakref import WeakSet
@@ -12,42 +12,41 @@ from kvferry.cache.single_type import Room
 
 
 class KVCacheManager:
-    """Block tables of all requests, one per KV cache group, and the prefix cache they share.
+    """The block tables of all requests, one per KV cache group, and the shared prefix cache.
 
-    A request's life: :meth:`get_computed_blocks`, :meth:`allocate_slots` per step,
-    :meth:`free`. Blocks become hits when the step that computes them is scheduled, not when it
-    has run: a step must write the KV of all its requests before it reads any of it (and a
-    scheduler of recurrent layers calls :meth:`new_step_starts`). Blocks that something outside
-    fills are allocated with ``delay_cache_blocks`` and become hits by :meth:`cache_blocks`. Not
-    thread-safe.
+    The life of a request: :meth:`get_computed_blocks`, then :meth:`allocate_slots` in each step,
+    then :meth:`free`. Blocks become hits when their step is scheduled, not after it has run.
+    Therefore a step must write the KV of all its requests before it reads any KV (and a scheduler
+    of recurrent layers calls :meth:`new_step_starts`). Blocks that another component fills are
+    allocated with ``delay_cache_blocks``; :meth:`cache_blocks` makes them hits. Not thread-safe.
 
-    A group with a window or chunks keeps the blocks that hold a token from
-    :func:`~kvferry.topology.windows.first_kept_token` on; the null block stands in the place of
-    the others. What the field does otherwise, and why we do not:
+    A group with a window or chunks keeps the blocks with tokens from
+    :func:`~kvferry.topology.windows.first_kept_token` on; the null block replaces all blocks
+    before. Other managers of the field differ in three ways:
 
-    - It makes hits of blocks that an external load filled only in part (the block in which a
-      window begins). Another request whose window begins elsewhere would read what nobody wrote.
+    - They make hits of blocks that an external load filled only in part (the block in which a
+      window begins). Another request, whose window begins elsewhere, would read unwritten data.
       Here such a block never becomes a hit.
-    - It finds hits of a chunk that begins within a block without that block's first part.
-    - It asserts that layers with windows do not spread a block's tokens over ranks (DCP, PCP).
-      Here their blocks grow as those of full attention do.
+    - They find hits of a chunk that begins within a block, without the first part of this block.
+    - They assert that layers with windows do not spread a block's tokens over ranks (DCP, PCP).
+      Here the blocks of such layers grow like the blocks of full attention.
 
     Args:
         kv_cache_config: blocks and groups.
-        max_model_len: longest sequence, prompt and answer, in tokens.
-        enable_caching: whether blocks are hashed and shared at all. Without effect in a model with
-            cross attention (what its decoder keeps depends on the encoder's input, which the
-            hashes do not cover) and where a block is as long as the longest sequence.
-        use_eagle: whether the last block that matches is dropped from every hit, so that a drafter
-            gets the model's output for it.
-        log_stats: whether :meth:`make_prefix_cache_stats` has something to say.
-        enable_kv_cache_events: whether :meth:`take_events` has; then it must be called.
-        dcp_world_size: decode context parallel ranks, which split a block's tokens: a block of
-            a block table spans as many times the spec's ``block_size``.
-        pcp_world_size: prefill context parallel ranks, likewise.
+        max_model_len: number of tokens of the longest sequence, prompt and answer.
+        enable_caching: whether blocks are hashed and shared. Without effect in a model with cross
+            attention (its decoder's cells depend on the encoder's input, which no hash covers) and
+            if a block is as long as the longest sequence.
+        use_eagle: whether the last matching block is dropped from every hit, so that a drafter gets
+            the model's output for this block.
+        log_stats: whether :meth:`make_prefix_cache_stats` returns counts.
+        enable_kv_cache_events: whether :meth:`take_events` returns events; then it must be called.
+        dcp_world_size: decode context parallel ranks, which split a block's tokens: a block of a
+            block table spans this many times the ``block_size`` of the spec.
+        pcp_world_size: prefill context parallel ranks, with the same effect.
 
     Raises:
-        ValueError: an argument out of its range, or a group that no manager serves.
+        ValueError: an argument is out of range, or no manager serves a group.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class KVCacheManager:
         self.block_pool = BlockPool(
             kv_cache_config.num_blocks, num_groups, enable_events=enable_kv_cache_events
         )
-        """The blocks themselves."""
+        """Pool of all blocks."""
         self._coordinator = KVCacheCoordinator(
             kv_cache_config,
             self.block_pool,
@@ -86,19 +85,19 @@ class KVCacheManager:
         self.enable_caching = self._coordinator.enable_caching
         """Whether requests share blocks."""
         self._tables: dict[str, RequestTables] = {}
-        # Requests that were freed and not admitted again. Weak, because a manager has no other
-        # way to learn that a request is gone for good.
+        # Requests that were freed and not admitted again. Weak references, because a manager cannot
+        # otherwise learn that a request is gone for good.
         self._freed: WeakSet[CacheRequest] = WeakSet()
         self._no_blocks = KVCacheBlocks(((),) * num_groups)
         self._stats = PrefixCacheStats()
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that requests hold, from 0 to 1."""
+        """Share of blocks held by requests, from 0 to 1."""
         return self.block_pool.usage
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
-        """What was counted since the last call; ``None`` without ``log_stats``."""
+        """The counts since the last call; ``None`` without ``log_stats``."""
         if not self.log_stats:
             return None
         stats, self._stats = self._stats, PrefixCacheStats()
@@ -107,12 +106,12 @@ class KVCacheManager:
     def get_computed_blocks(self, request: CacheRequest) -> tuple[KVCacheBlocks, int]:
         """Looks the request's tokens up in the prefix cache.
 
-        Takes no reference: hand both results to :meth:`allocate_slots` before anything else is
-        allocated. At least the last token is left to be computed, for its logits; hits are whole
-        blocks, so a prompt of whole blocks that is cached entirely misses its last block.
+        Takes no reference: pass both results to :meth:`allocate_slots` before any other allocation.
+        At least the last token must still be computed, for its logits. Hits are whole blocks, so a
+        fully cached prompt of whole blocks misses its last block.
 
         Returns:
-            ``(blocks, tokens)``; none for a request that wants prompt logprobs.
+            ``(blocks, tokens)``; empty and 0 for a request that wants prompt logprobs.
 
         Raises:
             ValueError: the request is hashed with another block size.
@@ -137,48 +136,48 @@ class KVCacheManager:
         reserved_blocks: int = 0,
         full_sequence_must_fit: bool = False,
     ) -> KVCacheBlocks | None:
-        """Gives a request room for the tokens of the coming step, or admits it.
+        """Gives a request room for the tokens of the next step, or admits the request.
 
         ::
 
             | request.num_computed_tokens | new computed | external | new | lookahead |
               may be passed by a window   | hits         | blocks are allocated       |
 
-        Blocks that windows have passed are given back first, even if the call then fails. Of the
-        hits and the external tokens, those that windows pass at once get the null block.
+        Blocks that windows have passed are given back first, even if the call then fails. If a
+        window passes some of the hits and external tokens at once, the null block replaces them.
 
         Args:
-            request: running, or about to be.
-            num_new_tokens: tokens to be computed, unverified drafts included. May be 0 when there
-                are external tokens, or a hit is all that is wanted.
-            num_new_computed_tokens: tokens of the local hit; what ``get_computed_blocks`` said.
-            new_computed_blocks: blocks of the local hit, likewise. Those that are free use
-                capacity up as new blocks would.
-            num_lookahead_tokens: further tokens to make room for; cut at the model length.
-            delay_cache_blocks: hash nothing now; see :meth:`cache_blocks`.
-            num_encoder_tokens: tokens of the encoder's output, for cross attention; 0 once they
+            request: a running request, or a request to be admitted.
+            num_new_tokens: number of tokens to compute, including unverified drafts. May be 0 if
+                there are external tokens, or if only a hit is wanted.
+            num_new_computed_tokens: tokens of the local hit, from ``get_computed_blocks``.
+            new_computed_blocks: blocks of the local hit, from ``get_computed_blocks``. Free blocks
+                among them use capacity like new blocks.
+            num_lookahead_tokens: further tokens that need room; cut at the model length.
+            delay_cache_blocks: whether to hash nothing now; see :meth:`cache_blocks`.
+            num_encoder_tokens: tokens of the encoder's output, for cross attention; 0 after they
                 have their blocks.
-            num_external_computed_tokens: tokens after the local hit that a connector fills, of a
-                group with a window only those that the window keeps.
-            reserved_blocks: free blocks to be left for others.
-            full_sequence_must_fit: whether to refuse unless all tokens that the request has so
-                far would fit (``reserved_blocks`` apart), not only those of this step. A group
-                with a window counts what it holds at most in steps no larger than this one.
+            num_external_computed_tokens: tokens after the local hit that a connector fills. In a
+                group with a window it fills only the tokens in the window.
+            reserved_blocks: number of free blocks to leave for other requests.
+            full_sequence_must_fit: whether to refuse unless all present tokens of the request would
+                fit (``reserved_blocks`` not counted), not only the tokens of this step. A group
+                with a window counts its largest number of blocks in steps no larger than this step.
 
         Returns:
-            The blocks that are new, external ones included, hits and null blocks excluded;
-            ``None`` when there are not enough free blocks, and then nothing else has changed.
+            The new blocks, including blocks for external tokens, without hits and null blocks;
+            ``None`` if too few blocks are free, in which case nothing else has changed.
 
         Raises:
             ValueError: nothing to do, a negative number, tokens past the model length, encoder
-                tokens without cross attention, hits that do not fit, hits or external tokens for
-                a request that holds blocks already, or a request that has computed tokens and no
-                blocks, or too few for its windows. Nothing has changed.
+                tokens without cross attention, hits that do not fit, hits or external tokens for a
+                request that holds blocks, or a request with computed tokens and no blocks, or too
+                few blocks for its windows. Nothing has changed.
         """
         num_computed = request.num_computed_tokens
         num_ready = num_computed + num_new_computed_tokens + num_external_computed_tokens
         num_total = num_ready + num_new_tokens
-        # One branch for the usual call: the bitwise or is negative if any operand is.
+        # A single branch for the usual call: the bitwise or is negative if any operand is.
         rare = num_new_computed_tokens | num_external_computed_tokens
         rare |= num_encoder_tokens | reserved_blocks
         if (
@@ -212,14 +211,14 @@ class KVCacheManager:
         coordinator.drop_passed(tables, num_computed)
         max_step_tokens = None
         if full_sequence_must_fit:
-            # Only a load adds no token to be computed; the step after it computes the rest.
+            # A pure load adds no token to compute; the step after the load computes the rest.
             max_step_tokens = num_new_tokens or max(1, request.num_tokens - num_ready)
             max_step_tokens += num_lookahead_tokens
         if not self._has_blocks(request, tables, hits, room, reserved_blocks, max_step_tokens):
             return None
 
         if held is None:
-            # The hits of all groups first: growing may evict whatever is free.
+            # The hits of all groups first: growing may evict any free block.
             coordinator.add_hits(tables, hits.blocks, room)
             self._tables[request.request_id] = tables
             self._freed.discard(request)
@@ -237,25 +236,25 @@ class KVCacheManager:
         skip_groups: Collection[int] = (),
         first_filled: Sequence[int] | None = None,
     ) -> None:
-        """Makes a request's full blocks hits, after what fills them has done so.
+        """Makes a request's full blocks hits, after they have been filled.
 
         Without caching, and for blocks that are hits already, nothing happens.
 
         Args:
-            request: holds blocks, allocated with ``delay_cache_blocks``.
-            num_computed_tokens: leading tokens whose KV is in the blocks. After a load that
-                failed in part, those before the first block that is missing.
-            skip_groups: KV cache groups of which the load filled a part only. Their blocks never
-                become hits while this request holds them, those that it computes included.
-            first_filled: for each group, the token from which on a load has filled it. Where a
-                group has a window that begins within a block, a load need not fill what lies
-                before it in that block, and unless this says that it did, that block never
+            request: a request with blocks that were allocated with ``delay_cache_blocks``.
+            num_computed_tokens: number of leading tokens whose KV is in the blocks. After a load
+                that failed in part, the tokens before the first missing block.
+            skip_groups: KV cache groups that a load filled in part. Their blocks never
+                become hits while this request holds them, even blocks that it computes.
+            first_filled: a token per group, from which on a load has filled the group. If a group's
+                window begins within a block, a load need not fill the tokens of this block before
+                the window. Unless ``first_filled`` says that they are filled, the block never
                 becomes a hit.
 
         Raises:
-            ValueError: the request holds no blocks, or too few for these tokens, or has fewer
-                tokens, or there is no such group, or there are more or fewer than
-                ``first_filled``. Nothing has changed.
+            ValueError: the request has no blocks, too few blocks for these tokens, or fewer tokens;
+                a group does not exist; or ``first_filled`` has another number of tokens than there
+                are groups. Nothing has changed.
         """
         tables = self._tables.get(request.request_id)
         if tables is None:
@@ -276,23 +275,23 @@ class KVCacheManager:
         coordinator.settle(tables)
 
     def can_resume(self, request: CacheRequest, num_computed_tokens: int) -> bool:
-        """Whether the request's blocks hold what token ``num_computed_tokens`` needs, once all
-        tokens before it that were to be computed or loaded are.
+        """Whether the request's blocks hold everything that token ``num_computed_tokens`` needs,
+        once all tokens before it are computed or loaded.
 
-        After a load that failed in part a group with a window may not, for only the window of
-        the whole load was to be filled. The request must then be freed and admitted again.
+        After a load that failed in part, a group with a window may lack tokens, for only the window
+        of the whole load was to be filled. The request must then be freed and admitted again.
         """
         tables = self._tables.get(request.request_id)
         return tables is not None and tables.quiet_from <= num_computed_tokens
 
     def free(self, request: CacheRequest) -> None:
-        """Gives the request's blocks back; those that are hashed stay hits until they are reused.
+        """Gives the request's blocks back; hashed blocks stay hits until they are reused.
 
-        A request that was never admitted holds nothing, and nothing happens.
+        For a request that was never admitted, nothing happens.
 
         Raises:
-            ValueError: the request was freed before and not admitted since. A preempted request
-                was freed when it was preempted.
+            ValueError: the request was freed before and not admitted since. Preemption also frees a
+                request.
         """
         tables = self._tables.pop(request.request_id, None)
         if tables is not None:
@@ -304,16 +303,17 @@ class KVCacheManager:
             )
 
     def new_step_starts(self) -> None:
-        """Tells that the steps scheduled so far have run, or will before what comes next.
+        """Records that the steps scheduled so far have run, or will run before the next step.
 
-        Of meaning to recurrent layers only: the state that a request writes in a step can be read
-        by others in the next one. Call it before each step, or never if a step has one request.
+        This matters for recurrent layers only: others can read the state that a request writes in a
+        step from the next step on. Call it before each step, or never if a step has a single
+        request.
         """
         self._coordinator.new_step_starts()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all hits, for example after new weights; ``False`` while requests are admitted,
-        even those that hold null blocks alone.
+        """Forgets all hits, for example after new weights; returns ``False`` while requests are
+        admitted, even requests that hold only null blocks.
         """
         if self._tables or not self._coordinator.reset_prefix_cache():
             return False
@@ -321,11 +321,11 @@ class KVCacheManager:
         return True
 
     def take_events(self) -> list[KVCacheEvent]:
-        """What has become a hit and what is none any more since the last call, in order."""
+        """The changes of hits since the last call, in order: new hits and removed hits."""
         return self.block_pool.take_events()
 
     def get_num_common_prefix_blocks(self, request_id: str) -> list[int]:
-        """Leading blocks of a request that all requests with blocks share, per KV cache group.
+        """Number of leading blocks that all requests with blocks share, per KV cache group.
 
         0 for groups that give blocks back, and for an unknown request.
         """
@@ -335,12 +335,12 @@ class KVCacheManager:
         return self._coordinator.count_common_prefix(tables, len(self._tables))
 
     def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """Most blocks that a request holds at once, over all groups but cross attention.
+        """Largest number of blocks of a request at a time, in all groups but cross attention.
 
         Args:
-            num_tokens: slots that it needs in the end, the lookahead included.
-            max_step_tokens: most tokens that one call of :meth:`allocate_slots` adds, the
-                lookahead included; hits and external tokens do not count.
+            num_tokens: number of slots that the request needs in the end, including the lookahead.
+            max_step_tokens: largest number of tokens that a call of :meth:`allocate_slots` adds,
+                including the lookahead; hits and external tokens do not count.
         """
         return self._coordinator.peak_blocks(num_tokens, max_step_tokens)
 
@@ -352,17 +352,17 @@ class KVCacheManager:
         new_computed_blocks: KVCacheBlocks | None = None,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Free blocks that a request takes at most until all its tokens so far are computed.
+        """Largest number of free blocks that a request takes until its present tokens are computed.
 
-        Those of an encoder's output left out, and as long as it shares no block that a window of
-        its own passes meanwhile: others may keep such a block, and then another one is taken.
+        Without blocks for an encoder's output, and as long as the request shares no block that its
+        own window passes: others may keep such a block, and then a further block is taken.
 
         Args:
-            request: holds blocks, or is about to be admitted with the hit that follows.
-            max_step_tokens: most tokens that one call of :meth:`allocate_slots` adds.
+            request: a request with blocks, or a request to be admitted with the hit below.
+            max_step_tokens: largest number of tokens that a call of :meth:`allocate_slots` adds.
             num_new_computed_tokens: see :meth:`allocate_slots`.
-            new_computed_blocks: likewise; those that are free are taken, so they count.
-            num_external_computed_tokens: likewise.
+            new_computed_blocks: see :meth:`allocate_slots`; free blocks among them count.
+            num_external_computed_tokens: see :meth:`allocate_slots`.
         """
         coordinator = self._coordinator
         tables = self._tables.get(request.request_id) or coordinator.new_tables()
@@ -376,28 +376,28 @@ class KVCacheManager:
         return num_missing + coordinator.count_free_hits(hits.blocks, room)
 
     def num_held_blocks(self, request_id: str) -> int:
-        """Blocks that a request holds in all groups, null blocks left out."""
+        """Number of a request's blocks in all groups, without null blocks."""
         tables = self._tables.get(request_id)
         if tables is None:
             return 0
         return sum(len(table.blocks) - table.num_passed for table in tables.groups)
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """The blocks that a request holds; none for an unknown one."""
+        """The blocks of a request; no blocks for an unknown request."""
         tables = self._tables.get(request_id)
         if tables is None:
             return self._no_blocks
         return KVCacheBlocks(tuple(table.blocks.copy() for table in tables.groups))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """The ids of those blocks, one list per KV cache group; 0 is the null block."""
+        """Ids of a request's blocks, in a list per KV cache group; 0 is the null block."""
         tables = self._tables.get(request_id)
         if tables is None:
             return self._no_blocks.get_block_ids()
         return tuple([block.block_id for block in table.blocks] for table in tables.groups)
 
     def create_empty_block_list(self) -> KVCacheBlocks:
-        """No blocks, one list per KV cache group."""
+        """An object without blocks, with an empty list per KV cache group."""
         return self._no_blocks
 
     def _has_blocks(
@@ -409,10 +409,10 @@ class KVCacheManager:
         reserved_blocks: int,
         max_step_tokens: int | None,
     ) -> bool:
-        """Whether enough blocks are free for ``room``, and ``reserved_blocks`` others.
+        """Whether enough blocks are free for ``room``, and ``reserved_blocks`` more.
 
-        With ``max_step_tokens``, the bound of the steps to come, all tokens that the request has
-        so far must fit as well.
+        With ``max_step_tokens``, the limit of later steps, all present tokens of the request must
+        also fit.
         """
         coordinator, blocks = self._coordinator, hits.blocks
         num_free = self.block_pool.get_num_free_blocks() - coordinator.count_free_hits(blocks, room)
@@ -427,7 +427,7 @@ class KVCacheManager:
     def _bad_counts(
         self, request: CacheRequest, num_total: int, num_encoder_tokens: int
     ) -> ValueError:
-        """The error for numbers that no request can have."""
+        """The error for numbers that are invalid for every request."""
         if num_total > self.max_model_len:
             reason = f"{num_total} tokens are more than max_model_len={self.max_model_len}"
         elif num_encoder_tokens > 0 and not self._coordinator.has_cross_attention:

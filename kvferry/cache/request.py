@@ -1,44 +1,44 @@
-"""Requests, as far as the cache core knows them, and the chained hashes of their blocks.
+"""The part of a request that the cache needs, and the chained hashes of its blocks.
 
-The key of a block is the hash of everything before it and of its tokens.
-The hash of block ``i`` is ``sha256(hash of block i-1, tokens of block i, images in block i)``;
-block 0 follows a root that holds what else must agree (the cache salt, the LoRA adapter). Images
-stand for multimodal inputs of any kind: all placeholder tokens look alike, so the blocks that one
-overlaps also hash its identifier and where it begins. Equal hashes therefore mean equal prefixes,
-and one comparison of 32 bytes stands for a comparison of all that came before.
+The key of a block is a hash of the block's tokens and of everything before the block. The hash of
+block ``i`` is ``sha256(hash of block i-1, tokens of block i, images in block i)``. Block 0 follows
+a root hash of all other content that must agree (the cache salt, the LoRA adapter). "Images" means
+multimodal inputs of any kind. All placeholder tokens are alike, so the hash of a block that
+overlaps an input also contains the input's identifier and position. Therefore equal hashes mean
+equal prefixes, and a comparison of 32 bytes replaces a comparison of all tokens before.
 
-The seed is a constant: every process of every engine computes the same hashes, without a setting.
-A cryptographic hash is needed because the salt separates tenants, who must not be able to build
-collisions; it needs no secret seed for that.
+The seed is a constant, so that every process of every engine computes the same hashes without a
+setting. The hash must be cryptographic, because the salt separates tenants, and tenants must not be
+able to build collisions. This needs no secret seed.
 """
 
 import hashlib
+import operator
 import struct
-from collections.abc import Sequence
-from numbers import Integral
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, SupportsIndex
 
 import msgspec
 
 HASH_BYTES = 32
-"""Size of a block hash."""
+"""Number of bytes of a block hash."""
 
-_DOMAIN = "kvferry.block-hash.1"  # change it when the input of the hash changes
+_DOMAIN = "kvferry.block-hash.1"  # change this when the input of the hash changes
 
 
 class MultiModalInput(msgspec.Struct, frozen=True):
-    """An image, a sound, a video in a prompt: where it lies, and what it is."""
+    """An image, a sound or a video in a prompt: its content and its position."""
 
     identifier: str
-    """Hash of the content: equal content, equal identifier, in every process."""
+    """Hash of the content; equal content has an equal identifier in every process."""
     offset: int
-    """First token that stands for it."""
+    """Position of the first token of the input."""
     length: int
-    """Number of tokens that stand for it."""
+    """Number of tokens of the input."""
 
 
 def chain_root(cache_salt: str | None = None, lora_name: str | None = None) -> bytes:
-    """The hash that block 0 follows; requests of different roots share no block.
+    """The hash that block 0 follows; requests with different roots share no block.
 
     >>> chain_root() == chain_root("tenant-a")
     False
@@ -49,13 +49,13 @@ def chain_root(cache_salt: str | None = None, lora_name: str | None = None) -> b
 def overlapping(
     mm_inputs: Sequence[MultiModalInput], first_token: int, last_token: int
 ) -> tuple[tuple[str, int], ...]:
-    """The inputs that lie in part in the tokens ``[first_token, last_token)``.
+    """The inputs that overlap the tokens ``[first_token, last_token)``.
 
     >>> overlapping([MultiModalInput("cat", 6, 8)], 8, 12)
     (('cat', -2),)
 
     Returns:
-        Identifier and first token relative to ``first_token`` of each, in the order given.
+        Identifier, and first token relative to ``first_token``, of each input, in the given order.
     """
     return tuple(
         (each.identifier, each.offset - first_token)
@@ -71,7 +71,7 @@ def extend_chain(
     block_size: int,
     mm_inputs: Sequence[MultiModalInput] = (),
 ) -> None:
-    """Appends the hashes of the full blocks of ``token_ids`` that ``chain`` does not cover yet.
+    """Appends the hashes of the full blocks of ``token_ids`` that ``chain`` does not contain yet.
 
     >>> chain = []
     >>> extend_chain(chain, chain_root(), [7, 8, 9, 10, 11], block_size=2)
@@ -82,7 +82,7 @@ def extend_chain(
         chain: hashes of the leading blocks, extended in place.
         root: :func:`chain_root` of the request.
         token_ids: all tokens of the request.
-        block_size: tokens per block.
+        block_size: number of tokens per block.
         mm_inputs: multimodal inputs of the request, always in the same order.
 
     Raises:
@@ -116,9 +116,9 @@ def extend_chain(
 def _images_by_start(
     mm_inputs: Sequence[MultiModalInput], first: int, last: int, block_size: int
 ) -> dict[int, bytes]:
-    """First token of a block → what its hash takes in of the inputs that overlap it.
+    """First token of a block → bytes of the overlapping inputs for the block's hash.
 
-    Tokens of a block take a fixed number of bytes, so what follows them needs no delimiter.
+    The tokens of a block have a fixed number of bytes, so the bytes after them need no delimiter.
     """
     starts = {
         start
@@ -136,28 +136,30 @@ def _images_by_start(
 
 
 class CacheRequest(Protocol):
-    """What :class:`~kvferry.cache.KVCacheManager` needs of a request.
+    """The members of a request that :class:`~kvferry.cache.KVCacheManager` needs.
 
-    An engine's own request class may be anything with these members that compares by identity
-    and takes weak references (the default of Python classes, but not of slotted ones or msgspec
-    structs). :class:`Request` is a complete one to inherit from.
+    An engine's own request class may be any class with these members that compares by identity and
+    allows weak references (the default of Python classes, but not of slotted classes or msgspec
+    structs). :class:`Request` is a complete class to inherit from.
     """
 
     @property
     def request_id(self) -> str:
-        """Unique among the requests that hold blocks of one manager."""
+        """Id, unique among the requests with blocks of the same manager."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens so far; drafts excluded."""
+        """Number of prompt and output tokens so far, without drafts."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is in the cache; the scheduler keeps it."""
+        """Number of tokens whose KV is in the cache; the scheduler maintains this number."""
 
     @property
     def prompt_logprobs(self) -> int | None:
-        """Prompt logprobs wanted; they need every prompt token computed, so no hit is used."""
+        """Number of prompt logprobs wanted. They need every prompt token computed, so no hit is
+        used.
+        """
 
     def hash_blocks(self, block_size: int) -> Sequence[bytes]:
         """Chained hashes of all full blocks of the tokens so far.
@@ -166,7 +168,7 @@ class CacheRequest(Protocol):
             ValueError: the request is hashed with another block size already.
         """
 
-    # The rest is read only when KV cache events are wanted.
+    # The other members are read only if KV cache events are enabled.
 
     @property
     def all_token_ids(self) -> Sequence[int]:
@@ -174,36 +176,37 @@ class CacheRequest(Protocol):
 
     @property
     def lora_name(self) -> str | None:
-        """LoRA adapter that it runs with."""
+        """Name of the LoRA adapter of the request."""
 
     @property
     def hash_block_size(self) -> int | None:
-        """Tokens per block hash; ``None`` until it is hashed."""
+        """Number of tokens per block hash; ``None`` until the request is hashed."""
 
     def extra_keys(self, first_token: int, last_token: int) -> tuple[Any, ...] | None:
-        """What the hash of a block of these tokens holds beside tokens; ``None`` if nothing."""
+        """Content besides tokens in the hash of a block of these tokens; ``None`` if empty."""
 
 
 class Request:
-    """A sequence of tokens under way: the prompt, the output so far, and their block hashes.
+    """A sequence of tokens in progress: the prompt, the output so far, and their block hashes.
 
     Args:
-        request_id: unique among the live requests of an engine.
-        prompt_token_ids: the prompt, at least one token.
+        request_id: id, unique among the live requests of an engine.
+        prompt_token_ids: the prompt, at least a single token.
         cache_salt: requests share blocks only with requests of the same salt.
-        lora_name: name of the LoRA adapter; likewise.
+        lora_name: name of the LoRA adapter; requests share blocks only with requests of the same
+            adapter.
         mm_inputs: multimodal inputs, each with ``identifier``, ``offset`` and ``length``, see
-            :class:`~kvferry.cache.MultiModalInput`. Requests of equal text share only the blocks
-            before the first input in which they differ.
-        prompt_logprobs: number of logprobs wanted per prompt token; with it the prefix cache is
+            :class:`~kvferry.cache.MultiModalInput`. Requests with equal text share only the blocks
+            before the first differing input.
+        prompt_logprobs: number of logprobs wanted per prompt token; if given, the prefix cache is
             not read.
-        hash_block_size: tokens per block hash. When given, blocks are hashed here and now and as
-            tokens are appended; otherwise from the first use by a manager on.
+        hash_block_size: number of tokens per block hash. If given, blocks are hashed now and
+            whenever tokens are appended; otherwise from the first use by a manager on.
 
     Raises:
-        ValueError: an empty prompt, a block size below 1, a multimodal input that is not within
-            the prompt or has no identifier, or a token id that is not an integer in
-            ``[0, 2**32)`` (found when it is hashed).
+        ValueError: the prompt is empty, the block size is below 1, a multimodal input lies outside
+            the prompt or has no identifier, or a token id is not an integer in ``[0, 2**32)``
+            (found when the token is hashed).
     """
 
     def __init__(
@@ -226,7 +229,7 @@ class Request:
         self.cache_salt = cache_salt
         self.lora_name = lora_name
         self.mm_inputs = _checked_inputs(request_id, mm_inputs, len(prompt_token_ids))
-        """By offset."""
+        """Multimodal inputs, sorted by offset."""
         self.prompt_logprobs = prompt_logprobs
         self.num_computed_tokens = 0
         self._all_token_ids = list(prompt_token_ids)
@@ -243,17 +246,17 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
+        """Number of prompt and output tokens so far."""
         return len(self._all_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.prompt_token_ids)
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Prompt and output tokens so far; a live view, not to be written."""
+        """Prompt and output tokens so far; a live view; read only."""
         return self._all_token_ids
 
     @property
@@ -268,14 +271,14 @@ class Request:
 
     @property
     def hash_block_size(self) -> int | None:
-        """Tokens per block hash; ``None`` until it is hashed."""
+        """Number of tokens per block hash; ``None`` until the request is hashed."""
         return self._hash_block_size
 
     def extra_keys(self, first_token: int, last_token: int) -> tuple[Any, ...] | None:
-        """What the hash of a block of these tokens holds beside tokens; ``None`` if nothing.
+        """Content besides tokens in the hash of a block of these tokens; ``None`` if there is none.
 
-        The form that KV cache events have: the LoRA adapter, (identifier, offset within the
-        block) of each multimodal input, the cache salt in the first block.
+        The form is the form of KV cache events: the LoRA adapter, (identifier, offset within the
+        block) of each multimodal input, and the cache salt in the first block.
         """
         keys: list[Any] = [] if self.lora_name is None else [self.lora_name]
         keys += overlapping(self.mm_inputs, first_token, last_token)
@@ -283,8 +286,8 @@ class Request:
             keys.append(self.cache_salt)
         return tuple(keys) or None
 
-    def append_output_token_ids(self, token_ids: int | Integral | Sequence[int]) -> None:
-        """Appends one output token, or several.
+    def append_output_token_ids(self, token_ids: SupportsIndex | Iterable[int]) -> None:
+        """Appends an output token, or several output tokens.
 
         Raises:
             ValueError: a token id is not an integer in ``[0, 2**32)`` (found when its block is
@@ -292,10 +295,10 @@ class Request:
         """
         if isinstance(token_ids, int):
             self._all_token_ids.append(token_ids)
-        elif isinstance(token_ids, Integral):  # NumPy's integers, for one
-            self._all_token_ids.append(int(token_ids))
-        else:
+        elif isinstance(token_ids, Iterable):
             self._all_token_ids.extend(token_ids)
+        else:
+            self._all_token_ids.append(operator.index(token_ids))  # for example NumPy's integers
         if self._hash_block_size is not None:
             self._extend_hashes(self._hash_block_size)
 
@@ -318,7 +321,7 @@ class Request:
         self._hash_block_size = block_size
 
     def _extend_hashes(self, block_size: int) -> None:
-        # The common call, one token into a block that it does not fill, must stay cheap.
+        # The usual call adds a token to a block that stays unfilled; this call must stay cheap.
         if len(self._all_token_ids) // block_size > len(self._block_hashes):
             root = chain_root(self.cache_salt, self.lora_name)
             extend_chain(self._block_hashes, root, self._all_token_ids, block_size, self.mm_inputs)
@@ -327,10 +330,10 @@ class Request:
 def _checked_inputs(
     request_id: str, mm_inputs: Sequence[MultiModalInput], num_prompt_tokens: int
 ) -> tuple[MultiModalInput, ...]:
-    """The inputs by offset, as values of our own: the caller's objects may change.
+    """The inputs sorted by offset, as own objects, because the caller may change the given objects.
 
     Raises:
-        ValueError: an input cannot lie where it says.
+        ValueError: an input does not lie within the prompt, or has no identifier.
     """
     for each in mm_inputs:
         end = each.offset + each.length

@@ -1,10 +1,12 @@
-"""What all kinds of layers share: block tables of one KV cache group.
+"""The common part of all kinds of layers: block tables of a KV cache group.
 
-A manager holds no state of requests. A request's blocks of one group are a :class:`GroupTable`,
-which the :class:`~kvferry.cache.KVCacheManager` keeps, so forgetting a request is one ``del``.
+A manager holds no state of requests. The blocks of a request in a group are a :class:`GroupTable`.
+The :class:`~kvferry.cache.KVCacheManager` keeps these tables, so forgetting a request is a single
+``del``.
 
-What kinds differ in is one function, :meth:`SingleTypeManager.first_kept`: tokens before it are
-never needed again. Blocks wholly before it are given back and replaced by the null block::
+The kinds differ in one function, :meth:`SingleTypeManager.first_kept`: tokens before the returned
+token are never needed again. Blocks wholly before this token are given back and replaced by the
+null block::
 
     tokens   | never needed again   | needed            | computed in this step | lookahead |
     table    | null | null | null | b | b  |  b  |  b   |  b  |  b  |  b  |  b  |  b  |  b  |
@@ -22,80 +24,83 @@ from kvferry.cache.request import CacheRequest
 from kvferry.cache.specs import KVCacheSpec
 
 NEVER = sys.maxsize
-"""A number of tokens or blocks that no request reaches."""
+"""Number of tokens or blocks that no request reaches."""
 
 
 @dataclass(slots=True, eq=False)
 class GroupTable:
-    """The blocks that one request holds in one group."""
+    """The blocks of a request in a group."""
 
     blocks: list[KVCacheBlock] = field(default_factory=list)
-    """In token order."""
+    """Blocks in token order."""
     num_cached: int = 0
-    """Leading blocks that are hashed already, or must never be."""
+    """Number of leading blocks already hashed, or never to be hashed."""
     num_passed: int = 0
-    """Leading blocks that are not needed any more: the null block stands in their place."""
+    """Number of leading blocks that are no longer needed and are replaced by the null block."""
     first_token: int = 0
-    """First token whose content the table holds, once it is computed."""
+    """First token whose content the table holds, after this token is computed."""
 
 
 class Room(NamedTuple):
-    """What one call of ``allocate_slots`` asks of every group, in tokens from the first one on."""
+    """The request of an ``allocate_slots`` call to every group, as token counts from the start."""
 
     num_local: int
-    """Computed here before the call, the hit of an admission included."""
+    """Number of tokens computed here before the call, including the hit of an admission."""
     num_ready: int
-    """Those, and the external ones that something else fills."""
+    """Number of these tokens and of external tokens, which another component fills."""
     num_slots: int
-    """Those, the ones to be computed, and the lookahead."""
+    """Number of these tokens, of the tokens to compute, and of the lookahead."""
     num_encoder_tokens: int = 0
-    """Tokens of an encoder's output; of meaning to cross attention alone."""
+    """Number of tokens of an encoder's output; used by cross attention only."""
 
 
 @dataclass(frozen=True, slots=True)
 class HitRules:
-    """What all groups of a config must agree on about hits."""
+    """The rules for hits on which all groups of a config must agree."""
 
     hash_block_size: int
-    """Tokens per block hash: divides every group's block size."""
+    """Number of tokens per block hash; divides every group's block size."""
     alignment: int
-    """Every hit is a multiple of this many tokens: of every group's block size."""
+    """Number of tokens that divides the length of every hit; a multiple of every group's block
+    size."""
     use_eagle: bool = False
-    """Whether the block after a hit must be known too. A drafter (EAGLE, MTP) needs the model's
-    output for the tokens right before those it continues, so the last block that matches is
-    dropped from the hit and computed again."""
+    """Whether the block after a hit must also be cached. A drafter (EAGLE, MTP) needs the model's
+    output for the tokens just before the tokens that it continues. Therefore the last matching
+    block is dropped from the hit and computed again."""
     num_groups: int = 1
-    """KV cache groups of the config."""
+    """Number of KV cache groups of the config."""
 
 
 class Limits(NamedTuple):
-    """Within these a table stays as it is; the groups' tightest ones are looked at per step."""
+    """Limits within which a table does not change; each step checks the tightest limits of all
+    groups.
+    """
 
     num_slots: int
-    """Tokens that it has room for."""
+    """Number of tokens for which the table has room."""
     quiet_from: int
-    """Fewest computed tokens from which the request can go on."""
+    """Least number of computed tokens from which the request can continue."""
     quiet_until: int
-    """Computed tokens at which a block can be given back."""
+    """Number of computed tokens at which a block can be given back."""
     next_hashed: int
-    """Computed tokens at which a block can become a hit."""
+    """Number of computed tokens at which a block can become a hit."""
 
 
 class SingleTypeManager(ABC):
-    """Block tables of one KV cache group; subclasses know one kind of layer.
+    """Block tables of a KV cache group; each subclass serves a kind of layers.
 
     Args:
-        spec: of the group's layers.
+        spec: spec of the group's layers.
         group_id: index of the group.
         pool: the blocks, shared by all groups.
-        num_token_shards: ranks that hold different tokens of a block (DCP and PCP).
-        rules: what all groups agree on.
+        num_token_shards: number of ranks with different tokens of a block (DCP and PCP).
+        rules: rules for hits of all groups.
     """
 
     is_cacheable: ClassVar[bool] = True
-    """Whether its blocks can be hits."""
+    """Whether blocks of this kind can be hits."""
     is_token_sharded: ClassVar[bool] = True
-    """Whether ranks share a block's tokens (DCP, PCP) rather than each hold all of them."""
+    """Whether ranks divide a block's tokens (DCP, PCP); otherwise each rank holds all tokens."""
 
     def __init__(
         self,
@@ -106,61 +111,67 @@ class SingleTypeManager(ABC):
         rules: HitRules,
     ) -> None:
         self.block_size = table_block_size(type(self), spec, num_token_shards)
-        """Tokens per entry of a block table."""
+        """Number of tokens per entry of a block table."""
         self.group_id = group_id
         self.pool = pool
         self._rules = rules
         self._hash_stride = self.block_size // rules.hash_block_size
         self._num_beyond = int(rules.use_eagle)
-        """Blocks after a hit that must be known too."""
+        """Number of blocks after a hit that must also be cached."""
         self.sink_blocks = pool.get_new_blocks(spec.num_reserved_blocks)
-        """Blocks of learnt tokens before every request's own: the first that the pool hands out,
-        as the attention looks for them at the ids 1, 2, ... In no table, and never given back."""
+        """Blocks of learnt tokens before the tokens of every request. They are the first blocks
+        that the pool gives, because the attention expects them at the ids 1, 2, ... They are in no
+        table and are never given back."""
         self._adopt(spec)
 
     def _adopt(self, spec: KVCacheSpec) -> None:
-        """Takes over what this kind alone reads from its spec; the end of the constructor."""
+        """Reads the fields of the spec that only this kind needs; called at the end of the
+        constructor.
+        """
 
-    # -- What kinds differ in
+    # -- Differences between kinds
 
     @abstractmethod
     def find_longest_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int, num_known_tokens: int
     ) -> list[KVCacheBlock]:
-        """The longest hit of at most ``max_tokens`` tokens, alone of all groups.
+        """The longest hit of at most ``max_tokens`` tokens, regardless of other groups.
 
-        A hit is a number of tokens, a multiple of the common alignment, such that all blocks that
-        hold a token from :meth:`first_kept` of it on are cached.
+        A hit is a number of tokens, a multiple of the common alignment. All blocks with a token
+        from :meth:`first_kept` of this number on must be cached.
 
         Args:
-            block_hashes: of the request, one per ``rules.hash_block_size`` tokens.
-            max_tokens: most tokens that the hit may have.
-            num_known_tokens: leading tokens up to which the block after a hit is looked for.
+            block_hashes: block hashes of the request, a hash per ``rules.hash_block_size`` tokens.
+            max_tokens: largest number of tokens of the hit.
+            num_known_tokens: number of leading tokens up to which the block after a hit is
+                searched.
 
         Returns:
-            The blocks of the hit, null blocks where nothing is needed.
+            The blocks of the hit, with null blocks for unneeded blocks.
         """
 
     def first_kept(self, num_computed: int) -> int:
-        """First token that the token ``num_computed``, or a later one, needs."""
+        """First token that the token ``num_computed``, or a later token, needs."""
         return 0
 
     def forgets_at(self, num_tokens: int) -> int:
-        """Fewest computed tokens after which the first ``num_tokens`` are never needed again."""
+        """Least number of computed tokens after which the first ``num_tokens`` are never needed."""
         return NEVER if num_tokens > 0 else 0
 
     def num_required(self, num_slots: int) -> int:
-        """Entries of a table with room for ``num_slots`` tokens."""
+        """Number of entries of a table with room for ``num_slots`` tokens."""
         return -(-num_slots // self.block_size)
 
     def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """Most blocks that a request holds at once on its way to ``num_tokens`` slots, when no
-        call asks for more than ``max_step_tokens`` slots beyond the tokens that are ready.
+        """Largest number of blocks that a request holds at once until it has ``num_tokens`` slots,
+        if no call requests more than ``max_step_tokens`` slots beyond the ready tokens.
         """
         return self.num_required(num_tokens)
 
     def first_whole_block(self, first_token: int) -> int:
-        """First block that a load from ``first_token`` on fills so that it may be shared."""
+        """First block that a load from ``first_token`` on fills completely, so that it may be
+        shared.
+        """
         return -(-first_token // self.block_size)
 
     def is_reachable(self, index: int) -> bool:
@@ -172,11 +183,11 @@ class SingleTypeManager(ABC):
     def check_hits(
         self, hits: Sequence[KVCacheBlock], num_tokens: int, block_hashes: Sequence[bytes]
     ) -> None:
-        """Refuses hits that are not the request's.
+        """Refuses hits of other requests.
 
         Raises:
-            ValueError: the hits do not cover ``num_tokens``, or a block does not hold the
-                request's tokens (any more): it was reused since the lookup.
+            ValueError: the hits do not cover ``num_tokens``, or a block does not hold the request's
+                tokens, for example because it was reused since the lookup.
         """
         stride = self._hash_stride
         end = len(hits) * stride
@@ -190,7 +201,7 @@ class SingleTypeManager(ABC):
         wanted = list(block_hashes[(first + 1) * stride - 1 : end : stride])
         is_own = [block.block_hash for block in needed] == wanted
         if is_own and self._rules.num_groups > 1:
-            # By now a block may hold the same tokens for another group.
+            # Meanwhile a block may hold the same tokens for another group.
             is_own = [block.group_id for block in needed].count(self.group_id) == len(needed)
         if not is_own:
             stale = next(
@@ -204,12 +215,12 @@ class SingleTypeManager(ABC):
             )
 
     def count_free_hits(self, hits: Sequence[KVCacheBlock], room: Room) -> int:
-        """How many hits are free: taking them uses capacity up, as new blocks would."""
+        """Number of free blocks among the hits: taking them uses capacity like new blocks."""
         first = self.first_kept(room.num_ready) // self.block_size
         return [block.ref_cnt for block in hits[first:]].count(0)
 
     def count_missing(self, table: GroupTable, room: Room, num_hits: int) -> int:
-        """New blocks that a table needs for ``room``, once its hits are in it."""
+        """Number of new blocks that a table needs for ``room``, after its hits are in the table."""
         have = len(table.blocks) + num_hits
         passed = self.first_kept(room.num_ready) // self.block_size
         return max(0, self.num_required(room.num_slots) - max(have, passed))
@@ -217,12 +228,14 @@ class SingleTypeManager(ABC):
     def count_missing_for_all(
         self, table: GroupTable, room: Room, num_hits: int, num_tokens: int, max_step_tokens: int
     ) -> int:
-        """The same for a whole sequence of ``num_tokens``, or its window where it has one.
+        """Like :meth:`count_missing`, for a sequence of ``num_tokens`` tokens, or only for its
+        window.
 
-        A layer with a window never holds the whole sequence at once, so asking for as much would
-        refuse for ever what runs well. ``max_step_tokens`` bounds the steps to come.
+        A layer with a window never holds the whole sequence at once. Asking for the whole sequence
+        would refuse for ever a request that can run. ``max_step_tokens`` limits the later steps.
         """
-        # A load leaves out what its window passes before its tokens count as computed.
+        # A load leaves out the tokens that its window passes before the load's tokens count as
+        # computed.
         passed = max(self.first_kept(room.num_ready) // self.block_size, table.num_passed)
         at_once = min(
             self.num_required(num_tokens) - passed, self.peak_blocks(num_tokens, max_step_tokens)
@@ -230,9 +243,9 @@ class SingleTypeManager(ABC):
         return max(0, at_once - max(0, len(table.blocks) + num_hits - passed))
 
     def add_hits(self, table: GroupTable, hits: Sequence[KVCacheBlock], room: Room) -> None:
-        """Makes ``hits`` the beginning of an empty table, except those that nothing needs.
+        """Makes ``hits`` the beginning of an empty table, without unneeded blocks.
 
-        Takes references only, so that no group allocates before all groups have their hits.
+        This only takes references, so that no group allocates before all groups have their hits.
         """
         table.num_cached = len(hits)
         kept = self.first_kept(room.num_ready)
@@ -245,17 +258,19 @@ class SingleTypeManager(ABC):
         self.pool.touch(hits)
         table.blocks.extend(hits)
         if kept > room.num_local:
-            # What is loaded begins within a block. The tokens before it in that block are
-            # nobody's, so it must never be a hit. (The field hashes it all the same.)
+            # The load begins within a block. The tokens before it in this block are not written, so
+            # the block must never be a hit. (Other managers of the field hash it nevertheless.)
             table.first_token = kept
             table.num_cached = self.first_whole_block(kept)
 
     def note_filled(self, table: GroupTable, first_filled: int) -> None:
-        """A load has filled a table from a token on: the blocks that begin no earlier are whole."""
+        """Records that a load has filled a table from a token on: blocks from this token on are
+        whole.
+        """
         first = -(-first_filled // self.block_size)
         if table.num_cached == NEVER:
             return
-        # Of the blocks that must not be hits only those the load brought: before them are the
+        # Only blocks of the load change among the blocks that must not be hits: before them are the
         # local hit, or null blocks.
         null = self.pool.null_block
         while table.num_cached > first:
@@ -267,7 +282,7 @@ class SingleTypeManager(ABC):
     # -- Growth
 
     def drop_passed(self, table: GroupTable, num_computed: int) -> bool:
-        """Gives back the blocks that no token from ``num_computed`` on needs; says whether any."""
+        """Gives back all blocks that no token from ``num_computed`` on needs; says whether any."""
         passed = min(self.first_kept(num_computed) // self.block_size, len(table.blocks))
         first = table.num_passed
         if passed <= first:
@@ -281,7 +296,7 @@ class SingleTypeManager(ABC):
         return True
 
     def grow(self, table: GroupTable, room: Room) -> list[KVCacheBlock]:
-        """Gives a table its room; returns the blocks that are new, null blocks left out."""
+        """Gives a table its room; returns the new blocks, without null blocks."""
         blocks = table.blocks
         passed = self.first_kept(room.num_ready) // self.block_size
         if passed > len(blocks):
@@ -297,7 +312,7 @@ class SingleTypeManager(ABC):
     def cache_blocks(self, table: GroupTable, request: CacheRequest, num_tokens: int) -> None:
         """Makes full blocks of the first ``num_tokens`` tokens hits for later requests.
 
-        Not those that no hit could need: hits end at the common alignment only.
+        Skips blocks that no hit could need, because hits end only at the common alignment.
         """
         num_full = self._num_cacheable(num_tokens)
         first = table.num_cached
@@ -326,7 +341,7 @@ class SingleTypeManager(ABC):
         self.pool.free_blocks(reversed(blocks))
 
     def limits(self, table: GroupTable) -> Limits:
-        """Until when nothing is to be done to a table."""
+        """The limits within which a table does not change."""
         return Limits(
             len(table.blocks) * self.block_size,
             self.forgets_at(table.first_token),
@@ -335,14 +350,16 @@ class SingleTypeManager(ABC):
         )
 
     def _aligned(self, num_blocks: int) -> int:
-        """The most blocks, not above ``num_blocks``, that a hit may have."""
+        """Largest number of blocks, at most ``num_blocks``, that a hit may have."""
         alignment = self._rules.alignment
         if alignment == self.block_size:
             return num_blocks
         return num_blocks * self.block_size // alignment * alignment // self.block_size
 
     def _num_cacheable(self, num_tokens: int) -> int:
-        """Leading blocks that a hit of at most ``num_tokens`` tokens, or proving it, may need."""
+        """Number of leading blocks that a hit of ``num_tokens`` tokens or fewer, or its proof,
+        needs.
+        """
         num_full = num_tokens // self.block_size
         num_aligned = self._aligned(num_full)
         if num_aligned:
@@ -350,7 +367,7 @@ class SingleTypeManager(ABC):
         return min(num_full, num_aligned)
 
     def _next_hashed(self, num_cached: int) -> int:
-        """Fewest tokens for which :meth:`_num_cacheable` exceeds ``num_cached``."""
+        """Least number of tokens for which :meth:`_num_cacheable` exceeds ``num_cached``."""
         size, alignment = self.block_size, self._rules.alignment
         end = (num_cached + 1) * size
         aligned_end = (num_cached + 1 - self._num_beyond) * size
@@ -360,5 +377,5 @@ class SingleTypeManager(ABC):
 def table_block_size(
     kind: type[SingleTypeManager], spec: KVCacheSpec, num_token_shards: int
 ) -> int:
-    """Tokens per entry of a block table, over all ranks that hold a part of them."""
+    """Number of tokens per entry of a block table, over all ranks that hold some of them."""
     return spec.block_size * (num_token_shards if kind.is_token_sharded else 1)

@@ -1,4 +1,4 @@
-"""What differs between kinds of layers: one manager per KV cache group.
+"""The differences between kinds of layers: a manager per KV cache group.
 
 ::
 
@@ -22,17 +22,19 @@ from kvferry.topology.windows import computed_to_forget, first_kept_token
 
 
 class FullAttentionManager(SingleTypeManager):
-    """Every token needs all before it: a hit is an unbroken run from the first block on."""
+    """Every token needs all tokens before it: a hit is an unbroken run from the first block on."""
 
     def find_longest_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int, num_known_tokens: int
     ) -> list[KVCacheBlock]:
-        """See :meth:`SingleTypeManager.find_longest_hit`. Left to right, up to the first miss."""
+        """See :meth:`SingleTypeManager.find_longest_hit`. Searches from left to right, up to the
+        first miss.
+        """
         stride = self._hash_stride
         most = max_tokens // self.block_size
         end = min(most + self._num_beyond, num_known_tokens // self.block_size)
         get = self.pool.cached_blocks(self.group_id).get
-        # Calls `get` for one hash after the other until it returns None; no step in Python.
+        # Calls `get` for each hash in turn until it returns None, without a Python loop.
         lookups = map(get, block_hashes[stride - 1 : end * stride : stride])
         hits = list(iter(lookups.__next__, None))
         del hits[self._aligned(max(0, min(most, len(hits) - self._num_beyond))) :]
@@ -40,13 +42,13 @@ class FullAttentionManager(SingleTypeManager):
 
 
 class WindowedManager(SingleTypeManager):
-    """A token needs those before it in its window, or in its chunk.
+    """A token needs the tokens before it in its window, or in its chunk.
 
-    A hit needs only the blocks that hold a token of its last window; null blocks stand for those
-    before. Where the window needs no token at all (at the start of a chunk, or a window of 1), a
-    hit needs no block either. The field finds the same hits, except where it is wrong or misses
-    some: a chunk that begins within a block is a hit there although a part of it is missing, and
-    with a window of 1 one cached block is asked for.
+    A hit needs only the blocks with a token of its last window; null blocks represent the blocks
+    before. If the window needs no token at all (at the start of a chunk, or with a window of 1), a
+    hit needs no block either. Other managers of the field find the same hits, with two exceptions.
+    They count a chunk that begins within a block as a hit although a part of it is missing; and
+    they require a cached block for a window of 1, so they miss hits.
     """
 
     sliding_window: int | None = None
@@ -79,10 +81,12 @@ class WindowedManager(SingleTypeManager):
     def find_longest_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int, num_known_tokens: int
     ) -> list[KVCacheBlock]:
-        """See :meth:`SingleTypeManager.find_longest_hit`. Right to left, window by window.
+        """See :meth:`SingleTypeManager.find_longest_hit`. Searches from right to left, window by
+        window.
 
-        After a miss the next candidate ends at the first block that its window lacks: windows of
-        shorter hits begin no later, so every hit that ends beyond needs the missing block too.
+        After a miss, the next candidate ends at the first block that its window lacks. Windows of
+        shorter hits begin no later, so every hit that ends after the missing block also needs this
+        block.
         """
         size, beyond = self.block_size, self._num_beyond
         end = self._aligned(max(0, min(max_tokens // size, num_known_tokens // size - beyond)))
@@ -107,21 +111,21 @@ class WindowedManager(SingleTypeManager):
     def is_reachable(self, index: int) -> bool:
         """Whether any hit could need the block ``index`` of a table.
 
-        The shortest hit that holds the block needs most of the blocks so far back.
+        Of all hits that contain the block, the shortest hit needs the most blocks so far back.
         """
         size, alignment = self.block_size, self._rules.alignment
         shortest = -(-(index + 1) * size // alignment) * alignment
-        # A hit of no tokens needs no proof.
+        # A hit without tokens needs no proof.
         is_after_hit = bool(index and self._num_beyond) and index * size % alignment == 0
         return is_after_hit or self.first_kept(shortest) // size <= index
 
     def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         """See :meth:`SingleTypeManager.peak_blocks`.
 
-        At worst the window before a step begins with the last token of a block: that block, and
-        the blocks of the ``sliding_window - 2 + max_step_tokens`` tokens after it. Of a chunk all
-        but the last token is computed before the step at worst, and it begins as late in a block
-        as chunks can.
+        In the worst case, the window before a step begins with the last token of a block. The
+        request then needs this block and the blocks of the ``sliding_window - 2 + max_step_tokens``
+        tokens after it. With chunks, in the worst case all tokens of a chunk but the last are
+        computed before the step, and the chunk begins as late in a block as chunks can.
         """
         size = self.block_size
         if self.attention_chunk_size is not None:
@@ -134,13 +138,14 @@ class WindowedManager(SingleTypeManager):
 
 
 class MambaManager(WindowedManager):
-    """A token needs the state after the token before it, so it is a window of two tokens.
+    """A token needs the state after the token before it, which corresponds to a window of two
+    tokens.
 
-    Entry ``i`` of a table is the state after the last token of block ``i``, or after the last
-    token so far; the last ``num_speculative_blocks`` entries take the states of drafts. A step
-    writes the state at the end of each block that it fills; all but the last are given back in
-    the next step, and stay hits. A hit needs the last state alone. (vLLM's mode ``all``. In mode
-    ``none`` one block holds a whole request, so its state is updated in place.)
+    Entry ``i`` of a table is the state after the last token of block ``i``, or after the last token
+    so far. The last ``num_speculative_blocks`` entries take the states of drafts. A step writes the
+    state at the end of each block that it fills. The next step gives back all these states but the
+    last; they stay hits. A hit needs only the last state. (This is vLLM's mode ``all``. In mode
+    ``none``, a single block holds a whole request, so its state is updated in place.)
     """
 
     is_token_sharded: ClassVar[bool] = False
@@ -151,28 +156,28 @@ class MambaManager(WindowedManager):
         self._num_speculative = spec.num_speculative_blocks
         self._num_beyond = 0  # drafters have no recurrent layers
         self._unwritten: set[KVCacheBlock] | None = None
-        """States that the step under way writes; ``None`` if nobody says when steps begin."""
+        """States that the current step writes; ``None`` if no caller reports when steps begin."""
 
     def new_step_starts(self) -> None:
-        """What was hashed so far is written by now.
+        """Records that all states hashed so far are written.
 
-        A step computes keys and values of all requests before any is read, but a recurrent layer
-        reads its first state before another request's are written. So a state cannot be a hit in
-        the step that writes it; the request then goes on from an older one.
+        A step computes keys and values of all requests before it reads any. But a recurrent layer
+        reads its first state before another request's states are written. Therefore a state cannot
+        be a hit in the step that writes it; another request then continues from an older state.
         """
         self._unwritten = set()
 
     def num_required(self, num_slots: int) -> int:
-        """Entries of a table with room for ``num_slots`` tokens, the drafts' states included."""
+        """Number of entries of a table for ``num_slots`` tokens and the states of drafts."""
         return -(-num_slots // self.block_size) + self._num_speculative
 
     def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """See :meth:`SingleTypeManager.peak_blocks`: the last state, and those of a step."""
+        """See :meth:`SingleTypeManager.peak_blocks`: the last state, and the states of a step."""
         in_step = 1 + -(-max_step_tokens // self.block_size) + self._num_speculative
         return min(self.num_required(num_tokens), in_step)
 
     def first_whole_block(self, first_token: int) -> int:
-        """First block that a load from ``first_token`` on fills: a state is loaded whole."""
+        """First block that a load from ``first_token`` on fills: a state is always loaded whole."""
         return first_token // self.block_size
 
     def cache_blocks(self, table: GroupTable, request: CacheRequest, num_tokens: int) -> None:
@@ -183,7 +188,7 @@ class MambaManager(WindowedManager):
             self._unwritten.update(table.blocks[first : table.num_cached])
 
     def limits(self, table: GroupTable) -> Limits:
-        """Until when nothing is to be done to a table."""
+        """The limits within which a table does not change."""
         limits = super().limits(table)
         num_slots = (len(table.blocks) - self._num_speculative) * self.block_size
         return limits._replace(num_slots=num_slots)
@@ -200,8 +205,8 @@ class MambaManager(WindowedManager):
 class CrossAttentionManager(SingleTypeManager):
     """Room for the encoder's tokens, given once, and kept to the end of the request.
 
-    Never shared: block hashes stand for the decoder's tokens, and say nothing of the encoder's
-    input. For the same reason no other group of such a model has hits.
+    These blocks are never shared: block hashes cover the decoder's tokens, but not the encoder's
+    input. For the same reason, no other group of such a model has hits.
     """
 
     is_cacheable: ClassVar[bool] = False
@@ -210,7 +215,7 @@ class CrossAttentionManager(SingleTypeManager):
     def find_longest_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int, num_known_tokens: int
     ) -> list[KVCacheBlock]:
-        """None, ever."""
+        """Always empty: this kind has no hits."""
         return []
 
     def check_hits(
@@ -219,7 +224,7 @@ class CrossAttentionManager(SingleTypeManager):
         """Refuses any hit.
 
         Raises:
-            ValueError: there are some.
+            ValueError: there are hits.
         """
         if hits:
             raise ValueError(
@@ -228,13 +233,13 @@ class CrossAttentionManager(SingleTypeManager):
             )
 
     def count_missing(self, table: GroupTable, room: Room, num_hits: int) -> int:
-        """New blocks for the encoder's tokens."""
+        """Number of new blocks for the encoder's tokens."""
         return max(0, self.num_required(room.num_encoder_tokens) - len(table.blocks))
 
     def count_missing_for_all(
         self, table: GroupTable, room: Room, num_hits: int, num_tokens: int, max_step_tokens: int
     ) -> int:
-        """The same: they come at once."""
+        """See :meth:`count_missing`: the encoder's tokens get all blocks at once."""
         return self.count_missing(table, room, num_hits)
 
     def grow(self, table: GroupTable, room: Room) -> list[KVCacheBlock]:
@@ -244,11 +249,13 @@ class CrossAttentionManager(SingleTypeManager):
         return new_blocks
 
     def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """None for the decoder's tokens; the encoder's are asked for by their own number."""
+        """Always 0: the decoder's tokens need no blocks, and the encoder's tokens are counted
+        separately.
+        """
         return 0
 
     def limits(self, table: GroupTable) -> Limits:
-        """The decoder's tokens change nothing."""
+        """Infinite limits: the decoder's tokens change nothing."""
         return Limits(NEVER, 0, NEVER, NEVER)
 
 
@@ -259,19 +266,19 @@ MANAGERS: dict[type[KVCacheSpec], type[SingleTypeManager]] = {
     MambaSpec: MambaManager,
     CrossAttentionSpec: CrossAttentionManager,
 }
-"""Which manager serves which spec, and the specs that inherit from it."""
+"""Class of a spec → manager for specs of this class and of its subclasses."""
 
 
 def layer_spec(spec: KVCacheSpec) -> KVCacheSpec:
-    """The spec that says which blocks a group's requests hold: of any layer, as all agree."""
+    """The spec that decides which blocks a group's requests hold; the same for all its layers."""
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def manager_kind(spec: KVCacheSpec, group_id: int) -> type[SingleTypeManager]:
-    """The manager for a group of such layers.
+    """The manager class for a group with layers of this spec.
 
     Raises:
-        ValueError: there is none for this kind of spec.
+        ValueError: no manager serves this kind of spec.
     """
     for base in type(spec).__mro__:
         kind = MANAGERS.get(base)

@@ -1,9 +1,8 @@
-"""KV cache specs: what one layer keeps per token, and how much memory that takes.
+"""KV cache specs: the cells that a layer keeps per token, and their memory.
 
-The formulas are those that vLLM publishes (``vllm/v1/kv_cache_interface.py``, version 0.32);
-where one differs, its docstring says so. Windows and chunks are in
-:mod:`kvferry.cache.specs_local`, recurrent state in :mod:`kvferry.cache.specs_local`, groups of
-unlike layers in :mod:`kvferry.cache.kv_cache_config`.
+The formulas are the formulas that vLLM publishes (``vllm/v1/kv_cache_interface.py``, version 0.32);
+a docstring says so if its formula differs. Windows, chunks and recurrent state are in
+:mod:`kvferry.cache.specs_local`, groups of unlike layers in :mod:`kvferry.cache.kv_cache_config`.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +17,7 @@ def check_count(owner: object, *names: str, least: int = 1) -> None:
     """Checks that fields of a spec are integers, ``least`` or more.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a field is not such an integer.
     """
     for name in names:
         value = getattr(owner, name)
@@ -29,23 +28,23 @@ def check_count(owner: object, *names: str, least: int = 1) -> None:
 
 @dataclass(frozen=True)
 class CacheLimits:
-    """What bounds the memory of one request.
+    """The limits that bound the memory of a request.
 
     Raises:
         ValueError: a limit is not a positive integer.
     """
 
     max_model_len: int
-    """Longest sequence, prompt and answer, in tokens."""
+    """Number of tokens of the longest sequence, prompt and answer."""
     max_num_batched_tokens: int | None = None
-    """Most tokens of one request that a step computes, drafts included; ``None``: a step may
-    compute ``max_model_len`` tokens."""
+    """Largest number of tokens of a request that a step computes, including drafts; ``None`` if a
+    step may compute ``max_model_len`` tokens."""
     max_num_encoder_tokens: int | None = None
-    """Longest output of an encoder, in tokens; needed by cross attention only."""
+    """Number of tokens of an encoder's longest output; needed by cross attention only."""
     dcp_world_size: int = 1
-    """Decode context parallel ranks over which the tokens of a block table entry are spread."""
+    """Number of decode context parallel ranks that share the tokens of a block table entry."""
     pcp_world_size: int = 1
-    """Prefill context parallel ranks, likewise."""
+    """Number of prefill context parallel ranks that share the tokens of a block table entry."""
 
     def __post_init__(self) -> None:
         check_count(self, "max_model_len", "dcp_world_size", "pcp_world_size")
@@ -55,12 +54,12 @@ class CacheLimits:
 
     @property
     def num_token_shards(self) -> int:
-        """Ranks that hold different tokens of one request."""
+        """Number of ranks with different tokens of a request."""
         return self.dcp_world_size * self.pcp_world_size
 
     @property
     def max_step_tokens(self) -> int:
-        """Most tokens of one request that a step computes."""
+        """Largest number of tokens of a request that a step computes."""
         if self.max_num_batched_tokens is None:
             return self.max_model_len
         return min(self.max_num_batched_tokens, self.max_model_len)
@@ -68,17 +67,17 @@ class CacheLimits:
 
 @dataclass(frozen=True)
 class KVCacheSpec(ABC):
-    """What one layer keeps. Layers of equal specs may share a block table.
+    """The cells that a layer keeps. Layers with equal specs may share a block table.
 
     Raises:
-        ValueError: a field out of its range.
+        ValueError: a field is out of range.
     """
 
     block_size: int
-    """Tokens per block."""
+    """Number of tokens per block."""
 
     MERGED_FIELDS: ClassVar[frozenset[str]] = frozenset()
-    """Fields in which layers of one group may differ; :meth:`merge` says how they combine."""
+    """Fields in which layers of a group may differ; :meth:`merge` says how they combine."""
 
     def __post_init__(self) -> None:
         check_count(self, "block_size")
@@ -86,11 +85,11 @@ class KVCacheSpec(ABC):
     @property
     @abstractmethod
     def page_size_bytes(self) -> int:
-        """Bytes of one block of one layer on one rank."""
+        """Number of bytes of a block of a layer on a rank."""
 
     @abstractmethod
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Bytes of one layer on one rank that the longest request may hold at once.
+        """Number of bytes of a layer on a rank that the longest request may hold at once.
 
         Raises:
             ValueError: a limit that this kind of layer needs is not set.
@@ -98,14 +97,15 @@ class KVCacheSpec(ABC):
 
     @property
     def slot_rule(self) -> Hashable:
-        """What decides which blocks a request holds: layers of equal rules and block sizes hold
-        the same, so they may share a block table even if their pages differ in size.
+        """The rule that decides which blocks a request holds. Layers with equal rules and block
+        sizes hold the same blocks, so they may share a block table even if their pages differ in
+        size.
         """
         return self
 
     @property
     def num_reserved_blocks(self) -> int:
-        """Blocks that a group of such layers takes from the pool for good."""
+        """Number of blocks that a group of such layers takes from the pool permanently."""
         return 0
 
     def copy_with_new_block_size(self, block_size: int) -> Self:
@@ -114,10 +114,10 @@ class KVCacheSpec(ABC):
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """One spec that stands for all layers of a group.
+        """Merges specs into a single spec that represents all layers of a group.
 
         Raises:
-            ValueError: no specs, a spec of another class, or specs that differ.
+            ValueError: there are no specs, a spec is of another class, or the specs differ.
         """
         if not specs:
             raise ValueError(f"{cls.__name__}.merge: no specs; give one or more")
@@ -143,24 +143,25 @@ class AttentionSpec(KVCacheSpec):
     """A layer that keeps keys and values per token and head."""
 
     num_kv_heads: int
-    """KV heads that a rank holds."""
+    """Number of KV heads of a rank."""
     head_size: int
-    """Elements of a key per head; with MLA, of the latent."""
+    """Number of elements of a key per head; with MLA, of the latent."""
     dtype: Any
-    """A torch dtype or its name; kept as the bare name, for example ``"bfloat16"``."""
+    """Dtype of the cells: a torch dtype or its name; stored as the bare name, for example
+    ``"bfloat16"``."""
     use_mla: bool = False
-    """Whether one latent is kept in place of keys and values."""
+    """Whether the layer keeps a latent instead of keys and values."""
     page_size_padded: int | None = None
-    """Bytes to which a page is padded, so that pages of unlike layers agree."""
+    """Number of bytes to which a page is padded, so that pages of unlike layers agree."""
     head_size_v: int | None = None
-    """Elements of a value per head; ``head_size`` if left out."""
+    """Number of elements of a value per head; ``head_size`` by default."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count(self, "num_kv_heads", "head_size")
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if not self.use_mla:
-            # Equal layers have equal specs, whether the value's size is spelt out or not.
+            # Equal layers have equal specs, even if only some give the size of a value.
             object.__setattr__(self, "head_size_v", self.elements_per_head - self.head_size)
             check_count(self, "head_size_v")
         elif self.head_size_v is not None:
@@ -176,24 +177,24 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def elements_per_head(self) -> int:
-        """Elements kept per token and KV head, all parts together."""
+        """Number of elements per token and KV head, all parts together."""
         if self.use_mla:
             return self.head_size
         return self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes kept per token, all heads and parts together."""
+        """Number of bytes per token, all heads and parts together."""
         return self.num_kv_heads * self.elements_per_head * ITEMSIZES[self.dtype]
 
     @property
     def real_page_size_bytes(self) -> int:
-        """Bytes of one block of one layer without padding."""
+        """Number of bytes of a block of a layer without padding."""
         return self.block_size * self.bytes_per_token
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block of one layer on one rank, padding included."""
+        """Number of bytes of a block of a layer on a rank, including padding."""
         return self.page_size_padded or self.real_page_size_bytes
 
     def copy_with_new_block_size(self, block_size: int) -> Self:
@@ -204,17 +205,19 @@ class AttentionSpec(KVCacheSpec):
         return replace(self, block_size=block_size, page_size_padded=padded)
 
     def count_blocks(self, num_tokens: int, limits: CacheLimits) -> int:
-        """Blocks for ``num_tokens`` tokens in a row, the first of which begins a block."""
+        """Number of blocks for ``num_tokens`` consecutive tokens that begin at the start of a
+        block.
+        """
         return -(-num_tokens // (self.block_size * limits.num_token_shards))
 
 
 @dataclass(frozen=True)
 class FullAttentionSpec(AttentionSpec):
-    """A layer whose blocks are kept to the end: its tokens may attend to all before them.
+    """A layer whose blocks are kept to the end: a token may attend to all tokens before it.
 
-    With ``sliding_window`` or ``attention_chunk_size`` it computes within a window or chunk, but
-    keeps the blocks of all tokens nevertheless, so that it can share a block table with layers
-    that attend to everything.
+    With ``sliding_window`` or ``attention_chunk_size``, the layer computes within a window or
+    chunk. It still keeps the blocks of all tokens, so that it can share a block table with layers
+    that attend to all tokens.
 
     >>> spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16")
     >>> spec.page_size_bytes
@@ -222,9 +225,9 @@ class FullAttentionSpec(AttentionSpec):
     """
 
     sliding_window: int | None = None
-    """Tokens that the layer attends to, itself included; ``None`` for all."""
+    """Number of tokens to which a token attends, including itself; ``None`` for all tokens."""
     attention_chunk_size: int | None = None
-    """Tokens of the chunks within which the layer attends; ``None`` for no chunks."""
+    """Number of tokens of the chunks within which the layer attends; ``None`` for no chunks."""
 
     MERGED_FIELDS: ClassVar[frozenset[str]] = frozenset({"sliding_window", "attention_chunk_size"})
 
@@ -241,22 +244,22 @@ class FullAttentionSpec(AttentionSpec):
 
     @property
     def slot_rule(self) -> Hashable:
-        """See :attr:`KVCacheSpec.slot_rule`: every token's slot, whatever is computed."""
+        """See :attr:`KVCacheSpec.slot_rule`: a slot for every token, computed or not."""
         return "full"
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Bytes of one layer on one rank for a request of ``max_model_len`` tokens."""
+        """Number of bytes of a layer on a rank for a request of ``max_model_len`` tokens."""
         return self.count_blocks(limits.max_model_len, limits) * self.page_size_bytes
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """One spec that stands for all layers of a group.
+        """Merges specs into a single spec that represents all layers of a group.
 
-        A window or chunk that some layers compute within becomes the group's.
+        If some layers compute within a window or chunk, the merged spec has this window or chunk.
 
         Raises:
-            ValueError: no specs, a spec of another class, specs that differ, two sizes of window
-                or chunk, or windows beside chunks.
+            ValueError: there are no specs, a spec is of another class, the specs differ, there are
+                two sizes of window or chunk, or there are both windows and chunks.
         """
         return replace(
             super().merge(specs),
@@ -276,22 +279,22 @@ class FullAttentionSpec(AttentionSpec):
 
 
 FP8_DS_MLA_BYTES = 512 + 4 * 4 + 64 * 2
-"""Bytes per token of vLLM's ``fp8_ds_mla`` cache: 512 FP8 elements of the latent, four float32
-scales, 64 bfloat16 elements of the rotary key."""
+"""Number of bytes per token of vLLM's ``fp8_ds_mla`` cache: 512 FP8 elements of the latent, four
+float32 scales, 64 bfloat16 elements of the rotary key."""
 
 
 @dataclass(frozen=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """Multi-head latent attention: one latent per token in place of keys and values.
+    """Multi-head latent attention: a latent per token instead of keys and values.
 
     >>> MLAAttentionSpec(64, num_kv_heads=1, head_size=576, dtype="bfloat16").page_size_bytes
     73728
     """
 
     use_mla: bool = True
-    """Always true here."""
+    """Whether the layer keeps a latent; always true in this class."""
     cache_dtype_str: str | None = None
-    """vLLM's name of the cache's format, where the dtype does not say all: ``"fp8_ds_mla"``."""
+    """vLLM's name of the cache format, if the dtype does not define it: ``"fp8_ds_mla"``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -307,25 +310,25 @@ class MLAAttentionSpec(FullAttentionSpec):
 
     @property
     def is_fp8_ds_mla(self) -> bool:
-        """Whether a token is kept in vLLM's packed FP8 format."""
+        """Whether a token is stored in vLLM's packed FP8 format."""
         return self.cache_dtype_str == "fp8_ds_mla"
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes kept per token."""
+        """Number of bytes per token."""
         return FP8_DS_MLA_BYTES if self.is_fp8_ds_mla else super().bytes_per_token
 
 
 @dataclass(frozen=True)
 class SinkFullAttentionSpec(FullAttentionSpec):
-    """Full attention over some learnt tokens (sinks) before every request's own.
+    """Full attention with some learnt tokens (sinks) before the tokens of every request.
 
-    The sinks' blocks are taken once and belong to all requests, so a request's bound is that of
-    full attention.
+    The blocks of the sinks are taken once and belong to all requests. Therefore the memory limit of
+    a request is the same as with full attention.
     """
 
     sink_len: int = field(kw_only=True)
-    """Sinks, in tokens: a multiple of the block size."""
+    """Number of sink tokens, a multiple of the block size."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -343,13 +346,13 @@ class SinkFullAttentionSpec(FullAttentionSpec):
 
     @property
     def num_reserved_blocks(self) -> int:
-        """Blocks of the sinks."""
+        """Number of blocks of the sinks."""
         return self.sink_len // self.block_size
 
 
 @dataclass(frozen=True)
 class CrossAttentionSpec(AttentionSpec):
-    """Attention over an encoder's output: its slots are the encoder's tokens, all kept."""
+    """Attention over the output of an encoder: its slots are the encoder's tokens, all kept."""
 
     @property
     def slot_rule(self) -> Hashable:
@@ -357,7 +360,7 @@ class CrossAttentionSpec(AttentionSpec):
         return "cross"
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Bytes of one layer on one rank for the longest output of the encoder.
+        """Number of bytes of a layer on a rank for the longest output of the encoder.
 
         Raises:
             ValueError: ``limits.max_num_encoder_tokens`` is not set.
@@ -372,13 +375,13 @@ class CrossAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class EncoderOnlyAttentionSpec(AttentionSpec):
-    """Attention within an encoder, computed in one go: nothing is kept."""
+    """Attention within an encoder, computed in a single step: the layer keeps nothing."""
 
     @property
     def slot_rule(self) -> Hashable:
-        """See :attr:`KVCacheSpec.slot_rule`: no slots at all."""
+        """See :attr:`KVCacheSpec.slot_rule`: there are no slots."""
         return "encoder"
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Nothing is kept between steps."""
+        """Always 0: the layer keeps nothing between steps."""
         return 0

@@ -1,8 +1,8 @@
-"""Specs of layers that look back a bounded way: sliding windows, chunks, recurrent states.
+"""Specs of layers with a bounded view of the past: sliding windows, chunks, recurrent states.
 
-Blocks below what a layer looks at are freed before a step's blocks are allocated, so a request
-holds at most the tokens looked back at plus those of one step. The rule for the first token kept
-is in :mod:`kvferry.topology.windows`.
+Blocks below this view are freed before a step's blocks are allocated. Therefore a request holds at
+most the tokens in view and the tokens of a step. :mod:`kvferry.topology.windows` contains the rule
+for the first token that is kept.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,7 +16,7 @@ from kvferry.topology.tensors import ITEMSIZES, dtype_name
 
 @dataclass(frozen=True)
 class SlidingWindowSpec(AttentionSpec):
-    """A layer whose tokens attend to the last ``sliding_window`` tokens, themselves included.
+    """A layer whose tokens attend to the last ``sliding_window`` tokens, including themselves.
 
     >>> spec = SlidingWindowSpec(16, 8, 128, "bfloat16", sliding_window=4096)
     >>> limits = CacheLimits(max_model_len=32768, max_num_batched_tokens=2048)
@@ -25,7 +25,7 @@ class SlidingWindowSpec(AttentionSpec):
     """
 
     sliding_window: int = field(kw_only=True)
-    """Tokens that a token attends to, itself included."""
+    """Number of tokens to which a token attends, including itself."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,10 +37,10 @@ class SlidingWindowSpec(AttentionSpec):
         return ("window", self.sliding_window)
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Bytes of one layer on one rank: the window before a step, and the step's tokens.
+        """Number of bytes of a layer on a rank: the window before a step, and the step's tokens.
 
-        One block more than the tokens need, because the window need not begin with a block.
-        vLLM asserts that tokens are not spread over ranks; here such a block just holds more.
+        This is a block more than the tokens need, because the window may begin within a block. vLLM
+        asserts that tokens are not spread over ranks; here such a block just holds more tokens.
         """
         num_tokens = min(self.sliding_window - 1 + limits.max_step_tokens, limits.max_model_len)
         return (self.count_blocks(num_tokens, limits) + 1) * self.page_size_bytes
@@ -48,7 +48,7 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """A layer whose tokens attend to those before them in the same chunk.
+    """A layer whose tokens attend to the tokens before them in the same chunk.
 
     >>> spec = ChunkedLocalAttentionSpec(16, 8, 128, "bfloat16", attention_chunk_size=8192)
     >>> limits = CacheLimits(max_model_len=131072, max_num_batched_tokens=2048)
@@ -57,7 +57,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     """
 
     attention_chunk_size: int = field(kw_only=True)
-    """Tokens of a chunk; chunks begin at its multiples."""
+    """Number of tokens of a chunk; chunks begin at multiples of this number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,9 +69,10 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         return ("chunk", self.attention_chunk_size)
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Bytes of one layer on one rank: the chunk before a step, and the step's tokens.
+        """Number of bytes of a layer on a rank: the chunk before a step, and the step's tokens.
 
-        Where chunks do not begin with a block, one more block than vLLM counts, which is needed.
+        If chunks do not begin with a block, this is a block more than vLLM counts; the block is
+        needed.
         """
         num_tokens = self.attention_chunk_size + limits.max_step_tokens
         is_aligned = self.attention_chunk_size % (self.block_size * limits.num_token_shards) == 0
@@ -86,7 +87,7 @@ MAMBA_CACHE_MODES = ("none", "all")
 
 @dataclass(frozen=True)
 class MambaSpec(KVCacheSpec):
-    """A layer that keeps the state after the last token: a block is one state.
+    """A layer that keeps the state after the last token; a block is a single state.
 
     >>> spec = MambaSpec(64, shapes=[(3, 8192), (8192, 16)], dtypes=["bfloat16", "float32"])
     >>> spec.page_size_bytes
@@ -94,17 +95,18 @@ class MambaSpec(KVCacheSpec):
     """
 
     shapes: Sequence[Sequence[int]]
-    """Shape of each tensor of the state on one rank; kept as tuples."""
+    """Shape of each tensor of the state on a rank; stored as tuples."""
     dtypes: Sequence[Any]
-    """Torch dtype of each, or its name; kept as bare names."""
+    """Dtype of each tensor: a torch dtype or its name; stored as bare names."""
     page_size_padded: int | None = None
-    """Bytes to which a page is padded, so that pages of unlike layers agree."""
+    """Number of bytes to which a page is padded, so that pages of unlike layers agree."""
     num_speculative_blocks: int = 0
-    """States of drafted tokens, kept until it is known which of them are accepted."""
+    """Number of states of drafted tokens, kept until it is known which drafts are accepted."""
     mamba_cache_mode: str = "none"
-    """vLLM's names. ``"none"``: one block holds a request of any length, so its state is updated
-    in place and no prefix can be a hit; ``block_size`` is the model length or more. ``"all"``: the
-    state at the end of every block is kept until the step after, so that a prefix can be a hit."""
+    """Mode of the state cache, with vLLM's names. ``"none"``: a single block holds a request of any
+    length, so its state is updated in place and no prefix can be a hit; ``block_size`` is the model
+    length or more. ``"all"``: the state at the end of every block is kept until the next step, so
+    that a prefix can be a hit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,7 +144,7 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def real_page_size_bytes(self) -> int:
-        """Bytes of one state without padding."""
+        """Number of bytes of a state without padding."""
         return sum(
             prod(shape) * ITEMSIZES[dtype]
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -150,14 +152,14 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one state of one layer on one rank, padding included."""
+        """Number of bytes of a state of a layer on a rank, including padding."""
         return self.page_size_padded or self.real_page_size_bytes
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Bytes of one layer on one rank: the states that a step reads and writes.
+        """Number of bytes of a layer on a rank: the states that a step reads and writes.
 
-        With ``"all"`` the bound that vLLM once published is a state per block of the whole
-        request; as older states are freed here, it is less where a step is shorter than that.
+        With ``"all"``, vLLM once published a limit of a state per block of the whole request. Older
+        states are freed here, so the limit is lower if a step is shorter than the request.
         """
         num_states = 1
         if self.mamba_cache_mode == "all":

@@ -1,11 +1,10 @@
-"""``kvferry bench``: what the transports move between two hosts, beside what the paths could."""
+"""``kvferry bench``: the speed of transports between two hosts, beside the limits of the paths."""
 
 import ctypes
 import os
 import secrets
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +12,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -30,16 +30,24 @@ from kvferry.cli.bench_server import (
     BareEndpoint,
     open_transports,
     pattern,
+    serve_blocks,
 )
 from kvferry.cli.check import reaching
 from kvferry.cli.console import make_console, print_json, seconds_text
-from kvferry.cli.status import load_keys, parse_address
+from kvferry.cli.options import AsJson, Keys, Timeout, load_keys, parse_address
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.control.client import ControlClient, fetch_descriptions
 from kvferry.control.options import ControlOptions
 from kvferry.decoding import decode, decoder_for
 from kvferry.errors import ConfigError, KVFerryError, NotReadyError, ProtocolError, TransferError
-from kvferry.explain.limits import TOKEN_BYTES, dial, read_process, receive_part
+from kvferry.explain.limits import (
+    TOKEN_BYTES,
+    copy_from,
+    copy_pieces,
+    dial,
+    receive_all,
+    wait_for_end,
+)
 from kvferry.explain.sentences import bytes_text
 from kvferry.layouts import Layout
 from kvferry.layouts.arrays import HOST, MemorySpan
@@ -59,15 +67,15 @@ from kvferry.transports.ways import choose_way
 from kvferry.zeromq import join_address
 
 MAX_THREADS = 32
-"""Of either side."""
+"""Number of threads of either side at most."""
 _LAYOUTS = (LAYOUT, "HND")
-"""Of the target."""
+"""Names of the target's layouts."""
 _PIECE_BYTES = 32 << 20
-"""Of a memcpy or a ``process_vm_readv``."""
+"""Number of bytes in a single memcpy or ``process_vm_readv``."""
 _SMALL_LOADS = 20
-"""Loads of one block in a round, of which the median counts."""
+"""Number of one-block loads in a round; the median counts."""
 _BUSY_S = 0.2
-"""Seconds between two looks whether the other client has ended."""
+"""Seconds between two checks whether the other client has ended."""
 
 _SOCKETS = "bare sockets"
 _LIMITS = {
@@ -77,84 +85,158 @@ _LIMITS = {
     "ucx": _SOCKETS,
     "nixl": "one bulk READ",
 }
-"""Transport → the bare loop over the same path."""
+"""Transport → name of the bare loop over the same path."""
 _LIMIT, _SMALL = "limit", "small load"
-"""What is timed of a transport beside its cases."""
+"""Names of a transport's measurements beside the cases."""
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 Run: TypeAlias = Callable[[], object]
 Key: TypeAlias = tuple[str, str]
-"""A transport, and what is timed of it."""
+"""Name of a transport, and name of a measurement."""
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """All blocks of the cache by one transport."""
+class BenchCase(msgspec.Struct, frozen=True, kw_only=True):
+    """A transfer of all blocks of the cache by one transport."""
 
     layouts: str
-    """Source and target."""
+    """Layouts of source and target."""
     shuffled: bool
-    """Whether the block tables are; otherwise in order."""
+    """Whether the block tables are shuffled; otherwise in order."""
     way: str
     """``placed`` or ``staged``."""
     gb_per_s: float
-    """Median over the rounds."""
+    """Median over the rounds, in GB/s."""
     share: float | None
-    """Of the limit: the median over the rounds of each round's; ``None`` if no limit is known."""
+    """Share of the limit, as the median of the rounds' shares; ``None`` if no limit is known."""
     seconds: tuple[float, ...]
-    """One per round."""
+    """Seconds of the case in each round."""
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one transport does."""
+class BenchFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Measurements of one transport."""
 
     transport: str
     limit: str | None
-    """What bounds it, if that is known."""
+    """Name of the transport's limit; ``None`` if no limit is known."""
     limit_gb_per_s: float | None
-    cases: tuple[Case, ...]
+    cases: tuple[BenchCase, ...]
     small_load_s: float
-    """Seconds of a load of one block of tokens, from the call until it is in place; median."""
+    """Median time of a load of one block of tokens, from the call until the block is in place, in
+    seconds."""
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """One run."""
+    """Results of a run."""
 
     address: str
     model: str
     dtype: str
     block_size: int
-    """Tokens per block."""
+    """Number of tokens per block."""
     tokens: int
     nbytes: int
-    """That one case moves."""
+    """Number of bytes moved by one case."""
     small_load_bytes: int
     threads: int
-    """On this side."""
+    """Number of threads on this side."""
     rounds: int
     load_average: float
-    """Of this machine, over the last minute, at the end."""
-    transports: tuple[Figures, ...]
-    """In the order in which an engine would try them."""
+    """Load average of this machine over the last minute, at the end of the run."""
+    transports: tuple[BenchFigures, ...]
+    """Measurements in the order in which an engine would try the transports."""
     left_out: dict[str, str]
-    """Transport → why it did not take part."""
+    """Transport → reason why the transport did not take part."""
 
 
 def bench(
-    address: str, keys: Path | None, timeout_s: float, rounds: int, threads: int, as_json: bool
+    context: typer.Context,
+    address: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[HOST:PORT]", help="The side that runs with --serve.", show_default=False
+        ),
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve memory to the other side, until Ctrl-C.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="With --serve: address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="With --serve: port; 0 takes a free port.")
+    ] = 14600,
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="With --serve: allow other machines without --keys."),
+    ] = False,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="With --serve: model of the KV cache: a name, or a config.json."
+        ),
+    ] = "llama-3-8b",
+    tokens: Annotated[int, typer.Option(min=1, help="With --serve: tokens to move.")] = 2048,
+    block: Annotated[int, typer.Option(min=1, help="With --serve: tokens per block.")] = 16,
+    transport: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --serve: transport to measure. May be repeated.",
+            show_default="shm, vm, tcp and nixl, where installed",
+        ),
+    ] = None,
+    keys: Keys = None,
+    threads: Annotated[
+        int, typer.Option(min=1, max=32, help="Threads of each transport on this side.")
+    ] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that each measure everything.")] = 5,
+    timeout_s: Timeout = 5.0,
+    as_json: AsJson = False,
 ) -> None:
-    """Measures against a ``kvferry bench --serve``, and prints the figures.
+    """Measures the speed between two hosts, or serves as the other side.
 
     Raises:
-        ConfigError: the address or the keys cannot be used, or no transport reaches.
-        PeerLostError: nobody answers there.
-        NotReadyError: it serves another client.
-        ProtocolError: it is something else.
+        ConfigError: an option belongs to the other side; see also below.
+        KVFerryError: see :func:`_measure` and :func:`~kvferry.cli.bench_server.serve_blocks`.
+    """
+    theirs = (
+        ("rounds", "timeout_s", "as_json")
+        if serve
+        else ("host", "port", "insecure", "model", "tokens", "block", "transport")
+    )
+    for parameter in context.command.params:
+        assert parameter.name is not None
+        source = context.get_parameter_source(parameter.name)
+        if parameter.name in theirs and source is not None and source.name != "DEFAULT":
+            side = "kvferry bench HOST:PORT" if serve else "kvferry bench --serve"
+            raise ConfigError(
+                f"{parameter.opts[0]}: belongs to the other side; give it to `{side}`"
+            )
+    if serve == (address is not None):
+        raise ConfigError(
+            f"--serve and HOST:PORT: {'both' if serve else 'neither'} given; write "
+            "`kvferry bench --serve` on one host and `kvferry bench HOST:PORT` on the other"
+        )
+    if address is not None:
+        _measure(address, keys, timeout_s, rounds, threads, as_json)
+        return
+    serve_blocks((host, port), keys, insecure, model, tokens, block, transport, threads)
+
+
+def _measure(
+    address: str, keys: Path | None, timeout_s: float, rounds: int, threads: int, as_json: bool
+) -> None:
+    """Measures against a ``kvferry bench --serve``, and prints the results.
+
+    Raises:
+        ConfigError: the address or the keys cannot be used, or no transport reaches the other side.
+        PeerLostError: no answer comes from the address.
+        NotReadyError: the other side serves another client.
+        ProtocolError: another kind of server answers.
         TransferError: a transport failed, or moved wrong bytes.
     """
     host, port = parse_address(address)
     address = join_address(host, port)
     options = ControlOptions(request_timeout_s=timeout_s, curve=load_keys(keys))
-    theirs = _describe(address, options)
+    theirs = describe_there(address, options)
     with ExitStack() as stack:
         names = [name for name in theirs.ranks[0].endpoints if name != BARE]
         opened, failed = open_transports(names, TransportOptions(threads=threads))
@@ -163,7 +245,7 @@ def bench(
         left_out = {name: str(error) for name, error in failed.items()}
         if not opened:
             raise _unreachable(address, left_out)
-        ours = _ours(theirs, opened)
+        ours = describe_here(theirs, opened)
         client = stack.enter_context(
             ControlClient(engine_id=ours.engine_id, incarnation=ours.incarnation, options=options)
         )
@@ -188,8 +270,8 @@ def bench(
         _show(results, make_console())
 
 
-def _describe(address: str, options: ControlOptions) -> EngineDescription:
-    """What serves there; checked as far as the rest relies on it."""
+def describe_there(address: str, options: ControlOptions) -> EngineDescription:
+    """Description of the serving side, checked as far as the rest of this module relies on it."""
     (answer,) = fetch_descriptions([address], options.request_timeout_s, options.curve)
     if isinstance(answer, KVFerryError):
         raise type(answer)(f"{answer}; start `kvferry bench --serve` there") from answer
@@ -219,8 +301,8 @@ def _unreachable(address: str, left_out: dict[str, str]) -> ConfigError:
     )
 
 
-def _ours(theirs: EngineDescription, opened: dict[str, Transport]) -> EngineDescription:
-    """This side as an engine of the same shape, by which the other one is shaken hands with."""
+def describe_here(theirs: EngineDescription, opened: dict[str, Transport]) -> EngineDescription:
+    """This side as an engine of the same shape, for the handshake with the other side."""
     name = secrets.token_hex(8)
     rank = RankDescription(
         rank=0,
@@ -234,7 +316,7 @@ def _ours(theirs: EngineDescription, opened: dict[str, Transport]) -> EngineDesc
 def _dial(
     theirs: EngineDescription, host: str, count: int, timeout_s: float
 ) -> Iterator[socket.socket]:
-    """Connections to the bare loop; while they are open no other client is served."""
+    """Connections to the bare loop; while they are open, the other side serves no other client."""
     bare = decode(decoder_for(BareEndpoint), theirs.ranks[0].endpoints[BARE], "bare endpoint")
     name, deadline = secrets.token_bytes(TOKEN_BYTES), time.monotonic() + timeout_s
     while True:
@@ -251,11 +333,11 @@ def _dial(
 
 
 class _Reader(Closing):
-    """Reads all blocks into one memory of this process, by each transport."""
+    """Reads all blocks by each transport into the same memory of this process."""
 
     def __init__(self, theirs: EngineDescription, sockets: list[socket.socket]) -> None:
         (source,) = theirs.geometries
-        assert isinstance(source, EngineGeometry)  # _describe has looked
+        assert isinstance(source, EngineGeometry)  # describe_there has checked this
         self._model, self._memory = theirs.model.name, theirs.ranks[0].memory[0]
         self._source = source
         blocks = self._memory.num_blocks
@@ -280,21 +362,21 @@ class _Reader(Closing):
         self._stack = ExitStack()
         self._runs: dict[Key, Run] = {}
         self._ways: dict[Key, str] = {}
-        """By transport and target layout."""
+        """Way of the cells, by transport and target layout."""
         self.transports: list[str] = []
-        """Those that reach the other side."""
+        """Names of the transports that reach the other side."""
 
     def close(self) -> None:
         """Ends connections, threads and transports. Idempotent."""
         for tcp in self._sockets:
             with suppress(OSError):
-                tcp.shutdown(socket.SHUT_RDWR)  # wakes who waits for it
+                tcp.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for the socket
         self._pool.shutdown()
         self._stack.close()
         self._staging.close()
 
     def add(self, name: str, transport: Transport, endpoint: bytes) -> None:
-        """Connects by a transport, which is ours from now on.
+        """Connects by a transport, and takes ownership of the transport.
 
         Raises:
             PeerLostError, DecodeError: see :meth:`Transport.connect`.
@@ -318,7 +400,7 @@ class _Reader(Closing):
             if not way.placed:
                 by = StagedTransport(transport, self._staging)
                 self._stack.callback(by.close)  # before the transport
-            load = partial(_load, by, peer, plan, tiles)
+            load = partial(load_blocks, by, peer, plan, tiles)
             for shuffled, tables in self._tables.items():
                 what = _case_name(layout, shuffled)
                 self._runs[name, what] = partial(load, tables, self._tokens)
@@ -328,7 +410,7 @@ class _Reader(Closing):
         self.transports.append(name)
 
     def measure(self, address: str, rounds: int, left_out: dict[str, str]) -> Results:
-        """Checks every case once, then times ``rounds`` rounds, everything in each.
+        """Checks every case once, then runs ``rounds`` rounds with every measurement in each.
 
         Raises:
             TransferError: a transport failed, or moved wrong bytes.
@@ -339,11 +421,11 @@ class _Reader(Closing):
             run()
         seconds: dict[Key, list[float]] = {key: [] for key in self._runs}
         for number in range(rounds):
-            # Another one begins each time: none is always behind the same neighbour.
+            # Another measurement begins each round, so that no one always has the same predecessor.
             first = number % len(runs)
             for key, run in runs[first:] + runs[:first]:
                 repeats = _SMALL_LOADS if key[1] == _SMALL else 1
-                seconds[key].append(statistics.median(_timed(run) for _ in range(repeats)))
+                seconds[key].append(statistics.median(seconds_of(run) for _ in range(repeats)))
         per_token = self._plans[LAYOUT][0].bytes_per_token
         return Results(
             address=address,
@@ -362,7 +444,7 @@ class _Reader(Closing):
             left_out=left_out,
         )
 
-    def _figures(self, name: str, seconds: dict[Key, list[float]], nbytes: int) -> Figures:
+    def _figures(self, name: str, seconds: dict[Key, list[float]], nbytes: int) -> BenchFigures:
         bounds = [self._target.nbytes / each / 1e9 for each in seconds.get((name, _LIMIT), ())]
         cases = []
         for layout in self._targets:
@@ -371,7 +453,7 @@ class _Reader(Closing):
                 rates = [nbytes / each / 1e9 for each in took]
                 shares = [rate / bound for rate, bound in zip(rates, bounds, strict=False)]
                 cases.append(
-                    Case(
+                    BenchCase(
                         layouts=f"{LAYOUT}→{layout}",
                         shuffled=shuffled,
                         way=self._ways[name, layout],
@@ -380,7 +462,7 @@ class _Reader(Closing):
                         seconds=tuple(took),
                     )
                 )
-        return Figures(
+        return BenchFigures(
             transport=name,
             limit=_LIMITS.get(name),
             limit_gb_per_s=statistics.median(bounds) if bounds else None,
@@ -392,7 +474,7 @@ class _Reader(Closing):
         """Runs every case, and compares the digests of all cells.
 
         Raises:
-            TransferError: some are wrong.
+            TransferError: a digest is wrong.
         """
         held = pattern(self._target.nbytes).ctypes
         for shuffled, (sources, targets) in self._tables.items():
@@ -414,45 +496,19 @@ class _Reader(Closing):
     # ---- the limits ----------------------------------------------------------------------------
 
     def _limit(self, name: str, peer: Peer, endpoint: bytes) -> Run | None:
-        """The bare loop over the same path, if there is one; it moves the whole memory."""
-        if isinstance(peer, VmPeer):
-            pid = peer.process.pid
-
-            def read(target: int, source: int, nbytes: int) -> None:
-                read_process(pid, np.array([[target, nbytes]]), np.array([[source, nbytes]]))
-
-            return partial(self._copy, read, int(peer.addresses[0]))
-        if name == "shm":
-            assert isinstance(peer, LocalPeer)  # one of shm
-            return partial(self._copy, ctypes.memmove, int(peer.addresses[0]))
+        """The bare loop over the same path, if there is any; the loop moves the whole memory."""
+        if isinstance(peer, LocalPeer) and name in ("vm", "shm"):
+            copy = copy_from(peer.process.pid) if isinstance(peer, VmPeer) else ctypes.memmove
+            ends = self._target.ctypes.data, int(peer.addresses[0])
+            return partial(copy_pieces, self._pool, copy, ends, self._target.nbytes, _PIECE_BYTES)
         if name == "nixl":
             return self._bulk_read(endpoint)
         if _LIMITS.get(name) == _SOCKETS:
-            return self._receive
+            return partial(receive_all, self._pool, self._sockets, self._target)
         return None
 
-    def _receive(self) -> None:
-        """One connection per thread."""
-        parts = len(self._sockets)
-
-        def receive(number: int) -> None:
-            receive_part(self._sockets[number], self._target, number, parts)
-
-        list(self._pool.map(receive, range(parts)))
-
-    def _copy(self, copy: Callable[[int, int, int], object], source: int) -> None:
-        """Copies from an address, a piece at a time by the thread that comes first."""
-        nbytes, target = self._target.nbytes, self._target.ctypes.data
-        left = iter(range(0, nbytes, _PIECE_BYTES))
-
-        def work(_: int) -> None:
-            for first in left:
-                copy(target + first, source + first, min(_PIECE_BYTES, nbytes - first))
-
-        list(self._pool.map(work, range(len(self._sockets))))
-
     def _bulk_read(self, endpoint: bytes) -> Run:
-        """One READ of one descriptor."""
+        """A single READ of one descriptor."""
         nbytes = self._target.nbytes
         transport = open_transport("nixl", TransportOptions(extra={"chunk_bytes": nbytes}))
         self._stack.callback(transport.close)
@@ -465,7 +521,7 @@ class _Reader(Closing):
         return partial(_read, transport, transport.connect(endpoint), tiles, runs)
 
 
-def _load(
+def load_blocks(
     transport: Transport,
     peer: Peer,
     plan: TransferPlan,
@@ -473,21 +529,20 @@ def _load(
     tables: tuple[Ids, Ids],
     tokens: int,
 ) -> None:
-    """Binds the block tables, reads, and waits until all is in place."""
+    """Binds the block tables, reads, and waits until all cells are in place."""
     _read(transport, peer, tiles, plan.bind(*tables, tokens).runs_of(0))
 
 
 def _read(transport: Transport, peer: Peer, tiles: Tiles, runs: Runs) -> None:
-    over = threading.Event()
     read = transport.read(peer, tiles, runs)
-    read.on_end(lambda _: over.set())
-    over.wait()
+    wait_for_end([read])
     transport.poll()
     if read.error is not None:
         raise read.error
 
 
-def _timed(run: Run) -> float:
+def seconds_of(run: Run) -> float:
+    """Seconds of one call."""
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
@@ -525,7 +580,7 @@ def _show(results: Results, console: Console) -> None:
         console.print(f"[yellow]![/] {escape(name)} is left out: {escape(reason)}", soft_wrap=True)
 
 
-def _cell(case: Case) -> str:
+def _cell(case: BenchCase) -> str:
     share = "" if case.share is None else f" ({case.share:.2f})"
     staged = "" if case.way == "placed" else f"\n{case.way}"
     return f"{case.gb_per_s:.2f}{share}{staged}"

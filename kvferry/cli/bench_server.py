@@ -1,8 +1,8 @@
 """The serving side of ``kvferry bench``.
 
-It is the control channel of an engine that has memory and nothing else: who measures shakes hands
-with it, and reads its blocks as a decode engine does. Beside its transports it offers a bare TCP
-loop, whose connections are also what keeps a second client out.
+The serving side is the control channel of an engine with nothing but memory. The measuring side
+shakes hands with it, and reads its blocks as a decode engine does. Beside the transports, the
+serving side offers a bare TCP loop, whose connections also keep a second client out.
 """
 
 import secrets
@@ -18,15 +18,16 @@ from msgspec import Meta
 from rich.markup import escape
 
 from kvferry.cli.console import make_console
+from kvferry.cli.options import load_keys
 from kvferry.cli.serve import end_by_interrupt
 from kvferry.cli.specs import EngineSpec, find_model
-from kvferry.cli.status import load_keys
 from kvferry.control.leases import LeaseTable
 from kvferry.control.options import ControlOptions
 from kvferry.control.server import ControlServer
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.explain.limits import TOKEN_BYTES, BareSource
 from kvferry.explain.sentences import bytes_text
+from kvferry.layouts.arrays import ByteArray
 from kvferry.topology import EngineGeometry, ParallelShape
 from kvferry.topology.description import (
     EngineDescription,
@@ -35,33 +36,33 @@ from kvferry.topology.description import (
     tagged_groups,
 )
 from kvferry.topology.typical import table_blocks
-from kvferry.transports.base import ByteArray, Transport, TransportOptions
+from kvferry.transports.base import Transport, TransportOptions
 from kvferry.transports.local import host_digest
 from kvferry.transports.regions import private_memory
 from kvferry.transports.registry import open_transport
 from kvferry.zeromq import is_everywhere, is_loopback, join_address
 
 ENGINE_ID = "kvferry bench"
-"""As what the serving side describes itself."""
+"""Engine id of the serving side."""
 BARE = "bare tcp"
-"""The name among its endpoints under which the bare loop is offered."""
+"""Name of the bare loop among the endpoints."""
 LAYOUT = "NHD"
-"""Of its blocks."""
+"""Layout of the served blocks."""
 TRANSPORTS = ("shm", "vm", "tcp", "nixl")
-"""Served by unless named, as far as this machine has them."""
+"""Transports that are served by default, as far as this machine has them."""
 MAX_BYTES = 8 << 30
-"""Bytes of KV cache on either side at most; the serving side has them twice where it has shm."""
+"""Largest KV cache on either side in bytes; a serving side with shm holds the cache twice."""
 _SEED = 1
 
 
 class BareEndpoint(msgspec.Struct, frozen=True):
-    """Where the bare loop listens, on the host of the control channel."""
+    """Address of the bare loop, on the host of the control channel."""
 
     port: Annotated[int, Meta(ge=1, le=65535)]
     token: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
-def serve(
+def serve_blocks(
     address: tuple[str, int],
     keys: Path | None,
     insecure: bool,
@@ -75,16 +76,17 @@ def serve(
 
     Args:
         address: host and port to listen on.
-        keys: file of CURVE keys, if the channel is to have some.
-        insecure: whether it may listen beyond this machine without.
-        model: whose KV cache is moved: a name or a ``config.json``.
-        tokens: how many of them.
+        keys: file of CURVE keys; ``None`` for an open channel.
+        insecure: whether to listen beyond this machine without keys.
+        model: model of the KV cache to move: a name or a ``config.json``.
+        tokens: number of tokens to move.
         block: tokens per block.
-        transports: those to serve by; the known ones that this machine has, if ``None``.
-        threads: movers of each.
+        transports: names of the transports to serve; if ``None``, the default transports that this
+            machine has.
+        threads: number of copy threads of each transport.
 
     Raises:
-        ConfigError: an option cannot be used, or strangers could reach it.
+        ConfigError: an option cannot be used, or strangers could reach the server.
         HostError: the machine lacks a port or memory.
     """
     host, port = address
@@ -178,7 +180,7 @@ def _geometry(model: str, tokens: int, block: int) -> EngineGeometry:
             f"--model: {model}: its layers have unlike heads, and bench moves layers of one kind; "
             "take another model"
         )
-    assert isinstance(geometry, EngineGeometry)  # one group that is not recurrent
+    assert isinstance(geometry, EngineGeometry)  # a single group that is not recurrent
     (one,) = geometry.memory(0, 1).region_bytes
     most = (MAX_BYTES // one - 1) * block
     if tokens > most:
@@ -207,7 +209,7 @@ def _fingerprint(model: str, geometry: EngineGeometry) -> ModelFingerprint:
 def open_transports(
     names: Sequence[str], options: TransportOptions
 ) -> tuple[dict[str, Transport], dict[str, KVFerryError]]:
-    """Opens transports by name; returns those that opened, and why others did not."""
+    """Opens transports by name; returns the opened transports, and the errors of the others."""
     opened, left_out = {}, {}
     for name in names:
         try:
@@ -218,10 +220,10 @@ def open_transports(
 
 
 def pattern(nbytes: int) -> ByteArray:
-    """What the serving side holds, and the other side can make too.
+    """Content of the served memory; the measuring side computes the same content.
 
     Raises:
-        SharedMemoryError: there is no room for it.
+        SharedMemoryError: there is not enough memory.
     """
     memory = private_memory(nbytes)
     rng = np.random.Generator(np.random.SFC64(_SEED))

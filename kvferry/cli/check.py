@@ -4,14 +4,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
 from kvferry.cli.console import make_console, print_json
+from kvferry.cli.options import (
+    AsJson,
+    Device,
+    Keys,
+    Timeout,
+    Tokens,
+    load_keys,
+    parse_address,
+)
 from kvferry.cli.rank_map import load_transports, show_explained
-from kvferry.cli.status import load_keys, parse_address
 from kvferry.control.client import fetch_descriptions
 from kvferry.control.handshake import common_transports, compare, unproved_heads
 from kvferry.control.messages import DescriptionReply
@@ -28,7 +37,7 @@ from kvferry.transports.registry import transport_class
 from kvferry.zeromq import join_address
 
 FAILED_EXIT_CODE = 1
-"""The exit code when a pair can never exchange KV."""
+"""Exit code if a pair can never exchange KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,33 +48,48 @@ class _Verdict:
     decode: EngineDescription
     mismatches: tuple[str, ...]
     pair: EnginePair | None
-    """``None`` where they do not fit."""
+    """Plan of the pair; ``None`` if the engines do not fit."""
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Names of those that the decode engine tries, in its order; it uses the first."""
+        """Names of the transports that the decode engine tries, in order; it uses the first."""
         return tuple(reaching(self.prefill, self.decode))
 
     @property
     def unproved_heads(self) -> list[str]:
-        """Why KV heads that move are not proved by their weights; empty where all are."""
+        """Reasons why the weights of some moved KV heads are not proved equal; empty if all are."""
         return [] if self.mismatches else unproved_heads(self.prefill, self.decode)
 
 
 def check(
-    addresses: Sequence[str],
-    keys: Path | None,
-    timeout_s: float,
-    tokens: int,
-    device: str,
-    as_json: bool,
-    seen_from: str | None = None,
+    addresses: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="HOST:PORT...",
+            help="Control channels (kv_port) of two or more engines.",
+            show_default=False,
+        ),
+    ],
+    seen_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="HOST:PORT",
+            help="Control channel of one more engine: show only how it loads from the others.",
+            show_default=False,
+        ),
+    ] = None,
+    keys: Keys = None,
+    timeout_s: Timeout = 5.0,
+    tokens: Tokens = 2048,
+    device: Device = "cpu",
+    as_json: AsJson = False,
 ) -> None:
     """Prints whether and how each pair of a producer and a consumer will work.
 
     Raises:
         ConfigError: an address or the keys cannot be used, or no two engines make a pair.
-        PeerLostError: engines that did not answer, all of them.
+        PeerLostError: names all engines that did not answer.
         SystemExit: 1 if a pair does not fit.
     """
     if seen_from is not None:
@@ -149,7 +173,9 @@ def _judge(
 
 
 def reaching(prefill: EngineDescription, decode: EngineDescription) -> list[str]:
-    """The transports of both by which the decode engine reaches the other one, best first."""
+    """Names of the common transports by which the decode engine reaches the prefill engine, best
+    first.
+    """
     common = common_transports(prefill, decode)
     hosts = {rank.host for rank in (*prefill.ranks, *decode.ranks)} - {""}
     return [
@@ -163,7 +189,7 @@ def _is_of_one_host(name: str) -> bool:
     try:
         return transport_class(name).same_host
     except PluginError:
-        return False  # it is not installed here, and may be anything
+        return False  # the transport is not installed here, and may be of any kind
 
 
 def _engine(description: EngineDescription) -> PlannedEngine:

@@ -1,4 +1,4 @@
-"""How commands show what is going on."""
+"""Output of the commands: console, JSON, durations and progress."""
 
 import re
 from types import TracebackType
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 PIPE_WIDTH = 120
-"""Columns where no terminal says how many there are: tables keep their numbers whole."""
+"""Width of the console in columns if no terminal gives a width: tables keep their numbers whole."""
 
 
 def make_console() -> Console:
@@ -22,12 +22,12 @@ def make_console() -> Console:
 
 
 def print_json(document: object) -> None:
-    """Prints for other programs, on standard output."""
+    """Prints JSON for other programs on standard output."""
     typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration.
+    """Text of a duration.
 
     >>> seconds_text(0.0042), seconds_text(7.25), seconds_text(80), seconds_text(7300)
     ('4.2 ms', '7.2 s', '1 min 20 s', '2 h 1 min')
@@ -58,13 +58,13 @@ class PartProgress:
         )
 
     def __call__(self, part: str, doing: str, done: float) -> None:
-        """Shows what ``part`` is doing, ``done`` (0 to 1) of it being done."""
+        """Shows the action of a part, with the finished share ``done`` (0 to 1)."""
         if self._console.is_terminal:
             if part not in self._tasks:
                 self._tasks[part] = self._progress.add_task(doing, total=1.0, part=part)
             self._progress.update(self._tasks[part], description=doing, completed=done)
             return
-        # "tensor 5 of 272" is no news after "tensor 4 of 272".
+        # After "tensor 4 of 272", the line "tensor 5 of 272" is no news.
         kind = re.sub(r"\d+", "#", doing)
         if self._said.get(part) != kind:
             self._said[part] = kind

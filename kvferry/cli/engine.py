@@ -5,30 +5,32 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import Annotated
 
 import httpx
 import msgspec
+import typer
 from rich.console import Console
 from rich.markup import escape
 
 from kvferry.cli.console import PartProgress, make_console
+from kvferry.cli.options import ApiKey, ClusterFile, Logs, OperatorKey
 from kvferry.cli.serve import end_by_interrupt, show, tell
-from kvferry.cluster import web
 from kvferry.cluster.launcher import Cluster, RunningEngine
-from kvferry.cluster.router_client import RouterClient
 from kvferry.config import load_cluster
-from kvferry.engine.loop import DrainState
+from kvferry.engine.admission import DrainState
 from kvferry.errors import KVFerryError
+from kvferry.router.router_client import RouterClient
+from kvferry.serving import web
 
 ENTER_INTERVAL_S = 5.0
-"""Seconds between two times that an engine enters itself: a router may be a new one."""
+"""Seconds between two entries of an engine at the routers, because a router may have restarted."""
 POLL_S = 0.5
-"""Seconds between two looks at what an engine that drains still has."""
+"""Seconds between two checks of a draining engine."""
 
 
-class _Routers:
-    """The routers that an engine enters itself at."""
+class Routers:
+    """The routers at which an engine enters itself."""
 
     def __init__(self, urls: Sequence[str], operator_key: str | None, console: Console) -> None:
         self._clients = {url: RouterClient(url, operator_key) for url in urls}
@@ -36,7 +38,7 @@ class _Routers:
         self._told: dict[str, str] = {}
 
     def enter(self, engine: RunningEngine) -> None:
-        """Tells all of them where the engine is."""
+        """Tells all routers the address of the engine."""
 
         def enter(url: str, client: RouterClient) -> None:
             try:
@@ -51,16 +53,16 @@ class _Routers:
         self._at_once(enter)
 
     def drain(self, engine: RunningEngine) -> None:
-        """Has all of them give the engine nothing new."""
+        """Asks all routers to send the engine nothing new."""
 
         def drain(_url: str, client: RouterClient) -> None:
-            with contextlib.suppress(KVFerryError):  # it is not there, or does not know us
+            with contextlib.suppress(KVFerryError):  # the router is down or does not know us
                 client.drain(engine.role, engine.name)
 
         self._at_once(drain)
 
     def leave(self, engine: RunningEngine) -> None:
-        """Has all of them forget the engine."""
+        """Asks all routers to forget the engine."""
 
         def leave(_url: str, client: RouterClient) -> None:
             with contextlib.suppress(KVFerryError):
@@ -69,26 +71,41 @@ class _Routers:
         self._at_once(leave)
 
     def _at_once(self, tell: Callable[[str, RouterClient], None]) -> None:
-        """Tells them all at the same time: one that cannot be reached takes its time."""
+        """Calls all routers at the same time, as a router that is down takes long to fail."""
         if self._clients:
             with ThreadPoolExecutor(len(self._clients)) as threads:
                 list(threads.map(tell, self._clients, self._clients.values()))
 
 
 def engine(
-    file: Path,
-    name: str,
-    router_urls: Sequence[str],
-    logs: Path | None,
-    drain_timeout_s: float,
-    api_key: str | None,
-    operator_key: str | None,
+    file: ClusterFile,
+    name: Annotated[str, typer.Argument(help="The engine's name in the file.", show_default=False)],
+    routers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--router",
+            metavar="URL",
+            help="URL of a router that gets the engine. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    logs: Logs = None,
+    drain_timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--drain-timeout",
+            min=0.0,
+            help="Seconds to drain after Ctrl-C or SIGTERM.",
+        ),
+    ] = 60.0,
+    api_key: ApiKey = None,
+    operator_key: OperatorKey = None,
 ) -> None:
-    """Runs one engine of a cluster file until Ctrl-C or SIGTERM, on which it drains.
+    """Runs one engine of a cluster file until Ctrl-C or SIGTERM, then drains the engine.
 
     Raises:
-        KVFerryError: it cannot be started.
-        SystemExit: 1, it has failed and is not to be started again; its logs are kept.
+        KVFerryError: the engine cannot be started.
+        SystemExit: 1 if the engine has failed and will not be restarted; the logs are kept.
     """
     console = make_console()
     config = load_cluster(file)
@@ -97,7 +114,7 @@ def engine(
         cluster = Cluster.open(
             config, only=name, where=str(file), logs=logs, progress=progress, api_key=api_key
         )
-    routers = _Routers(router_urls, operator_key, console)
+    entered = Routers(routers or [], operator_key, console)
     with cluster:
         show(cluster, console)
         (running,) = cluster.engines
@@ -105,13 +122,13 @@ def engine(
         try:
             while cluster.can_serve:
                 if running.is_ready:
-                    routers.enter(running)
+                    entered.enter(running)
                 tell(cluster, console, ENTER_INTERVAL_S)
             has_failed = running.process.exit_code != 0
         except KeyboardInterrupt:
-            with contextlib.suppress(KeyboardInterrupt):  # a second one: at once
-                _drain(running, routers, api_key, console, drain_timeout_s)
-        routers.leave(running)
+            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: stop at once
+                _drain(running, entered, api_key, console, drain_timeout_s)
+        entered.leave(running)
     if has_failed:
         sys.exit(1)
     if logs is None:
@@ -120,12 +137,12 @@ def engine(
 
 def _drain(
     running: RunningEngine,
-    routers: _Routers,
+    routers: Routers,
     api_key: str | None,
     console: Console,
     timeout_s: float,
 ) -> None:
-    """Waits until nobody needs the engine any more, or time is up."""
+    """Waits until the engine has drained, or the time is up."""
     console.print(f"draining, {timeout_s:g} s at most (once more to stop at once)", style="dim")
     routers.drain(running)
     deadline = time.monotonic() + timeout_s

@@ -3,6 +3,7 @@
 import os
 import secrets
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import typer
@@ -14,8 +15,12 @@ CLUSTER_KEY_FILE = "cluster.key"
 CURVE_KEYS_FILE = "curve.json"
 
 
-def keys(folder: Path) -> None:
-    """Writes the two files and says where they go.
+def keys(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder for the files; created if missing.")
+    ] = Path("kvferry-keys"),
+) -> None:
+    """Writes the two key files and prints where to name them.
 
     Raises:
         HostError: a file exists, or cannot be written.
@@ -46,7 +51,7 @@ def keys(folder: Path) -> None:
 
 
 def _write_secret(path: Path, content: bytes) -> None:
-    """Writes a file that never was readable to others."""
+    """Writes a file that other users could never read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

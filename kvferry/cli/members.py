@@ -1,33 +1,55 @@
 """``kvferry router list``, ``add``, ``remove`` and ``drain``."""
 
+import enum
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import make_console, print_json
-from kvferry.cluster.messages import EngineAddress, KVEventsPlace
-from kvferry.cluster.router_client import RouterClient
-from kvferry.engine.loop import DrainState
+from kvferry.cli.options import ROUTER_URL, AsJson, OperatorKey
+from kvferry.engine.admission import DrainState
 from kvferry.errors import KVFerryError
+from kvferry.router.router_client import RouterClient
+from kvferry.serving.messages import EngineAddress, KVEventsPlace
 
 POLL_S = 0.5
-"""Seconds between two looks at an engine that drains."""
+"""Seconds between two checks of a draining engine."""
 
 
-def list_engines(url: str, operator_key: str | None, as_json: bool) -> None:
-    """Prints the engines of a router."""
-    engines = RouterClient(url, operator_key).engines()
+class Role(enum.StrEnum):
+    """Role of an engine for a router."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+RouterUrl = Annotated[
+    str, typer.Option("--router", metavar="URL", envvar="KVFERRY_ROUTER", help="The router's URL.")
+]
+EngineRole = Annotated[Role, typer.Argument(help="The engine's role for this router.")]
+EngineName = Annotated[
+    str, typer.Argument(help="The engine's name in `kvferry router list`.", show_default=False)
+]
+
+
+def list_engines(
+    router: RouterUrl = ROUTER_URL, operator_key: OperatorKey = None, as_json: AsJson = False
+) -> None:
+    """Show the engines of a router."""
+    engines = RouterClient(router, operator_key).engines()
     if as_json:
         print_json(engines)
         return
-    table = Table("role", "name", "state", "requests", "lent", "server", "last error")
+    table = Table("role", "name", "kind", "state", "requests", "lent", "server", "last error")
     for engine in engines:
         table.add_row(
             engine["role"],
             escape(engine["name"]),
+            escape(engine["kind"]),
             engine["state"],
             str(engine["outstanding"]),
             str(engine["lent"]),
@@ -43,21 +65,52 @@ def _silence(engine: dict[str, Any]) -> str:
 
 
 def add(
-    role: str,
-    url: str,
-    name: str,
-    control: str,
-    kv_events: tuple[str, str],
-    router: str,
-    operator_key: str | None,
+    role: EngineRole,
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="The engine's URL.", show_default=False)
+    ],
+    name: Annotated[
+        str,
+        typer.Option(
+            help="Name of the engine in lists, logs and metrics.",
+            show_default="the URL's host:port",
+        ),
+    ] = "",
+    control: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Control channel (kv_port) of the engine, for the router's page and for "
+            "--at-once. A reference engine reports its own.",
+            show_default=False,
+        ),
+    ] = "",
+    kv_events: Annotated[
+        str,
+        typer.Option(
+            metavar="ENDPOINT",
+            help="Endpoint of the engine's KV cache events, tcp://host:port. A reference engine "
+            "reports its own.",
+            show_default=False,
+        ),
+    ] = "",
+    kv_events_replay: Annotated[
+        str,
+        typer.Option(
+            metavar="ENDPOINT",
+            help="Endpoint that replays missed KV cache events.",
+            show_default=False,
+        ),
+    ] = "",
+    router: RouterUrl = ROUTER_URL,
+    operator_key: OperatorKey = None,
 ) -> None:
-    """Enters an engine; ``kv_events`` are where it publishes its events, and replays them."""
-    endpoint, replay = kv_events
+    """Enter an engine, or return a drained or draining engine to service."""
     events = None
     try:
         name = EngineAddress.of("decode", url, name, control).name
-        if endpoint or replay:
-            events = KVEventsPlace(endpoint=endpoint, replay_endpoint=replay or None)
+        if kv_events or kv_events_replay:
+            events = KVEventsPlace(endpoint=kv_events, replay_endpoint=kv_events_replay or None)
     except ValueError as error:
         raise KVFerryError(str(error)) from error
     client = RouterClient(router, operator_key)
@@ -66,8 +119,13 @@ def add(
     make_console().print(f"{role} engine {escape(name)} is entered")
 
 
-def remove(role: str, name: str, router: str, operator_key: str | None) -> None:
-    """Forgets an engine."""
+def remove(
+    role: EngineRole,
+    name: EngineName,
+    router: RouterUrl = ROUTER_URL,
+    operator_key: OperatorKey = None,
+) -> None:
+    """Forget an engine at once; its running requests go on."""
     engine = RouterClient(router, operator_key).delete(role, name)
     console = make_console()
     console.print(f"{role} engine {escape(name)} is forgotten")
@@ -75,12 +133,17 @@ def remove(role: str, name: str, router: str, operator_key: str | None) -> None:
         console.print(f"it still works on {remaining(engine)}", style="yellow")
 
 
-def drain(role: str, name: str, router: str, operator_key: str | None, timeout_s: float) -> None:
-    """Has an engine drain, waits until it has, and has the router forget it.
-
-    Raises:
-        KVFerryError: it has not drained in time, and goes on; or somebody has entered it again.
-    """
+def drain(
+    role: EngineRole,
+    name: EngineName,
+    router: RouterUrl = ROUTER_URL,
+    operator_key: OperatorKey = None,
+    timeout_s: Annotated[
+        float,
+        typer.Option("--timeout", min=0.0, help="Seconds to wait until the engine has drained."),
+    ] = 600.0,
+) -> None:
+    """Give an engine no new requests, and wait until its requests have ended. Then stop it."""
     client, console = RouterClient(router, operator_key), make_console()
     deadline = time.monotonic() + timeout_s
     engine = client.drain(role, name)
@@ -109,7 +172,7 @@ def drain(role: str, name: str, router: str, operator_key: str | None, timeout_s
 
 
 def remaining(engine: dict[str, Any]) -> str:
-    """What an engine still has, in words."""
+    """Text about the requests and leases that an engine still has."""
     parts = [f"{engine['outstanding']} requests of this router", f"{engine['lent']} loans of it"]
     if drain := engine["drain"]:
         parts.append(f"in all {msgspec.convert(drain, DrainState)}")

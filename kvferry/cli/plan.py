@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
+import typer
 from rich.console import Console
 
 from kvferry.cache.cache_shape import LayerHeads
 from kvferry.cli.console import PartProgress, make_console, print_json
+from kvferry.cli.options import AsJson, Device, Tokens
 from kvferry.cli.rank_map import load_transports, show_explained
 from kvferry.cli.specs import find_model, parse_spec
 from kvferry.cluster.preflight import model_shape
@@ -26,59 +28,88 @@ from kvferry.transports.base import Transport
 from kvferry.transports.registry import transport_class
 
 Engines: TypeAlias = tuple[ModelInfo, list[PlannedEngine], list[PlannedEngine]]
-"""A model, the prefill engines that serve it, and the decode engines."""
+"""A model, the model's prefill engines, and the model's decode engines."""
 
 
 def plan(
-    file: Path | None,
-    specs: Mapping[str, str],
-    tokens: int,
-    as_json: bool,
-    picture: Path | None,
-    transport: str | None,
-    device: str,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CLUSTER.toml]", help="The cluster file.", show_default=False),
+    ] = None,
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC",
+            help="Instead of a file: the prefill engine, such as tp=8,pp=2,block=16,layout=HND.",
+            show_default=False,
+        ),
+    ] = None,
+    decode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC", help="Instead of a file: the decode engine.", show_default=False
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Instead of a file: a model's name, or a config.json.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Tokens = 2048,
+    as_json: AsJson = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN.svg", help="Also draw the plan into this file.", show_default=False
+        ),
+    ] = None,
+    transport: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Show the path of the cells over this transport only.",
+            show_default="all that are installed",
+        ),
+    ] = None,
+    device: Device = "cpu",
 ) -> None:
-    """Prints, and draws, who reads what from whom.
-
-    Args:
-        file: a cluster file, or
-        specs: the options ``--prefill``, ``--decode`` and ``--model``, as far as given.
-        tokens: of the request to plan for.
-        as_json: whether for other programs.
-        picture: file of the drawing, if one is wanted.
-        transport: the one to show the way over; all that are installed if left out.
-        device: where the decode engine's KV cache lies.
+    """Prints, and draws, which rank reads which cells from which rank.
 
     Raises:
         ConfigError: the options, the cluster file or a spec cannot be used.
-        PluginError: a transport that is neither known nor installed.
+        PluginError: a transport is neither known nor installed.
         ModelError: the model's files cannot be read.
         HostError: the picture cannot be written.
     """
+    given = {"--prefill": prefill, "--decode": decode, "--model": model}
+    specs = {option: value for option, value in given.items() if value is not None}
     transports = _transports(transport)
-    model, sources, targets = _from_specs(specs) if file is None else _from_cluster(file, specs)
+    info, sources, targets = _from_specs(specs) if file is None else _from_cluster(file, specs)
     if picture is not None:
         check_drawable([*sources, *targets])
     try:
         pairs = [
-            explain_pair(prefill, decode, tokens, transports, device)
-            for prefill in sources
-            for decode in targets
+            explain_pair(source, target, tokens, transports, device)
+            for source in sources
+            for target in targets
         ]
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if picture is not None:
-        drawing = draw_pairs(pairs, model)
+        drawing = draw_pairs(pairs, info)
         try:
             picture.write_text(drawing, encoding="utf-8")
         except OSError as error:
             raise HostError(f"{picture}: cannot be written: {error.strerror}") from error
     if as_json:
         described = [pair_as_json(pair) for pair in pairs]
-        print_json({"tokens": tokens, "model": _model_as_json(model), "pairs": described})
+        print_json({"tokens": tokens, "model": _model_as_json(info), "pairs": described})
         return
     console = make_console()
-    console.print(model_text(model), highlight=False, markup=False, soft_wrap=True)
+    console.print(model_text(info), highlight=False, markup=False, soft_wrap=True)
     for number, pair in enumerate(pairs):
         if number:
             console.print()
@@ -110,7 +141,7 @@ def cluster_engines(
 
 
 def model_text(model: ModelInfo) -> str:
-    """A model in one line."""
+    """Description of a model in one line."""
     layers, heads = model.shape.layers, model.shape.layers_by_heads()
     counts = {
         "with a window": len(model.shape.layer_windows),
@@ -134,10 +165,10 @@ def _cells_text(heads: LayerHeads) -> str:
 
 
 def _transports(name: str | None) -> list[type[Transport]]:
-    """One transport, or all that are installed; what does not load is told of and left out.
+    """A single transport, or all installed transports; reports transports that do not load.
 
     Raises:
-        PluginError: the transport that was named is unknown or does not load.
+        PluginError: the named transport is unknown or does not load.
     """
     if name is not None:
         return [transport_class(name)]

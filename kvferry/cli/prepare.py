@@ -3,6 +3,7 @@
 import time
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -13,12 +14,21 @@ from kvferry.layouts import compiled, copier, digest, postprocess
 from kvferry.transports import tcp_kernels, vm
 
 
-def prepare(file: Path | None) -> None:
+def prepare(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CLUSTER.toml]",
+            help="Also convert the model of this cluster file.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
     """Compiles the kernels, and converts the model of a cluster file.
 
     Raises:
         ConfigError, ModelError: the cluster file or its model cannot be used.
-        HostError: what was compiled or converted cannot be kept.
+        HostError: the compiled kernels or the converted model cannot be kept.
     """
     if file is not None:
         from kvferry.cluster.preflight import convert  # loads torch

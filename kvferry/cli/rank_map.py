@@ -1,4 +1,4 @@
-"""Shows pairs of engines to people: who reads what from whom, and what that costs."""
+"""Prints pairs of engines: which rank reads which cells from which rank, and the cost."""
 
 from collections.abc import Iterable, Sequence
 
@@ -26,11 +26,11 @@ from kvferry.transports.registry import transport_class
 from kvferry.transports.ways import Way
 
 MAX_ROWS = 64
-"""Pairs of ranks that a table lists; ``--json`` has them all."""
+"""Number of rank pairs that a table lists at most; ``--json`` lists all."""
 
 
 def show_explained(pair: EnginePair, console: Console) -> None:
-    """Prints everything that is known of a pair."""
+    """Prints all known facts about a pair."""
     for role, engine in (("Prefill", pair.prefill), ("Decode", pair.decode)):
         _say(console, role, engine_text(engine))
     for engine in (pair.prefill, pair.decode):
@@ -45,7 +45,9 @@ def show_explained(pair: EnginePair, console: Console) -> None:
 
 
 def load_transports(names: Iterable[str]) -> list[type[Transport]]:
-    """The transports of some names; standard error says which of them cannot be loaded here."""
+    """Transport classes of some names; standard error names the transports that cannot be
+    loaded.
+    """
     found = []
     for name in names:
         try:
@@ -56,7 +58,7 @@ def load_transports(names: Iterable[str]) -> list[type[Transport]]:
 
 
 def show_pair(pair: EnginePair, console: Console) -> None:
-    """Prints the map of one pair of engines."""
+    """Prints the map of a pair of engines."""
     prefill, decode = pair.prefill.name, pair.decode.name
     table = Table(
         "decode rank", "reads from", "layers", "KV heads", "bytes", "copies unmerged",
@@ -115,7 +117,7 @@ def _group_table(engine: PlannedEngine) -> Table:
 
 
 def _ways_table(pair: EnginePair) -> Table:
-    """A row per transport, or several where not all layers come the same way."""
+    """A row per transport, or several rows if layers come by different ways."""
     table = Table(
         "transport", "layers", "way", "mean segment", "why",
         title="How cells come to the decode engine's memory",

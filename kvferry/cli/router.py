@@ -2,67 +2,204 @@
 
 import asyncio
 import contextlib
+import enum
 import logging
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from kvferry.cli import members
 from kvferry.cli.console import make_console
-from kvferry.cli.status import load_keys
-from kvferry.cluster.answer import TextCodec
-from kvferry.cluster.lists import engines_behind, engines_in
-from kvferry.cluster.messages import EngineAddress, Role, RouterSettings, without_credentials
-from kvferry.cluster.process import listen
-from kvferry.cluster.router import serve_router
+from kvferry.cli.options import ApiKey, Keys, OperatorKey, load_keys
 from kvferry.connectors.pull.config import PullConfig
+from kvferry.router.answer import TextCodec
+from kvferry.router.lists import engines_behind, engines_in
+from kvferry.router.router import serve_router
+from kvferry.serving.messages import EngineAddress, Role, RouterSettings, without_credentials
+from kvferry.serving.process import listen
 
 
-def router(
-    servers: tuple[Sequence[str], Sequence[str], Sequence[str]],
-    file: Path | None,
-    all_addresses: bool,
-    tokenizer: Path | None,
-    keys: Path | None,
-    cluster_key: Path | None,
-    address: tuple[str, int],
-    options: dict[str, Any],
+class DecodeOnly(enum.StrEnum):
+    """Behaviour of decode servers while no prefill server is healthy."""
+
+    FALLBACK = "fallback"
+    NEVER = "never"
+
+
+class RouteBy(enum.StrEnum):
+    """Criterion by which a router chooses engines."""
+
+    COST = "cost"
+    REQUESTS = "requests"
+
+
+class AtOnce(enum.StrEnum):
+    """Values of ``--at-once``."""
+
+    NEVER = "never"
+    AUTO = "auto"
+    ALWAYS = "always"
+
+
+router = typer.Typer(no_args_is_help=False)
+router.command("list")(members.list_engines)
+router.command()(members.add)
+router.command()(members.remove)
+router.command()(members.drain)
+
+
+@router.callback(invoke_without_command=True)
+def route(
+    context: typer.Context,
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL", help="URL of a prefill server. May be repeated.", show_default=False
+        ),
+    ] = None,
+    decode: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL", help="URL of a decode server. May be repeated.", show_default=False
+        ),
+    ] = None,
+    engines: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="ENGINES.toml",
+            help="File of servers: the arrays prefill and decode, whose tables have a url each. "
+            "The router reads changes while it runs, and drains a server that was removed.",
+            show_default=False,
+        ),
+    ] = None,
+    all_addresses: Annotated[
+        bool,
+        typer.Option(
+            "--all-addresses",
+            help="Each name in --prefill and --decode stands for all its addresses. The router "
+            "looks the names up every few seconds.",
+        ),
+    ] = False,
+    control: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Control channel (kv_port) of each server, in the order of --prefill and then of "
+            "--decode. Needed for the router's page and for --at-once.",
+            show_default=False,
+        ),
+    ] = None,
+    keys: Keys = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="The model's folder. With its tokenizer, the client gets the first token of a "
+            "completion from the prefill server. Without it, and in chats of vLLM's servers, "
+            "decode servers sample every token.",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, help="Port to listen on; 0 takes a free port.")
+    ] = 8000,
+    api_key: ApiKey = None,
+    operator_key: OperatorKey = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a whole answer.")] = 600.0,
+    outstanding_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            help="Seconds that a request waits for an unhealthy server before it is retried on "
+            "another server.",
+        ),
+    ] = 5.0,
+    decode_only: Annotated[
+        DecodeOnly,
+        typer.Option(help="Whether decode servers compute prompts while no prefill server can."),
+    ] = DecodeOnly.FALLBACK,
+    route_by: Annotated[
+        RouteBy,
+        typer.Option(
+            help="How servers are chosen: by the cost of the prompt at servers that publish KV "
+            "cache events, or always by the number of running requests."
+        ),
+    ] = RouteBy.COST,
+    assume_cached: Annotated[
+        bool,
+        typer.Option(
+            "--assume-cached",
+            help="Assume that a server without KV cache events still has the prompts that it was "
+            "sent last.",
+        ),
+    ] = False,
+    direct_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Largest number of tokens that a decode server computes itself when it has the "
+            "beginning of the prompt and this costs less; 0: never.",
+        ),
+    ] = 512,
+    at_once: Annotated[
+        AtOnce,
+        typer.Option(
+            help="Send a prompt to a prefill and a decode server at the same time. Needs --control "
+            "for both. auto: when it is expected to be faster.",
+        ),
+    ] = AtOnce.NEVER,
+    cluster_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File of the servers' cluster key. It signs what both servers of a pair are sent "
+            "at the same time: with --at-once, and before pairs with an SGLang server.",
+            show_default=False,
+        ),
+    ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Log why the servers of each request were chosen, and add the reason to answers.",
+        ),
+    ] = False,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=64,
+            help="Number of processes that serve requests. Several processes share the state of "
+            "the servers, which one more process watches.",
+        ),
+    ] = 1,
 ) -> None:
-    """Serves until Ctrl-C or SIGTERM; ``options`` are fields of ``RouterSettings``.
-
-    Args:
-        servers: URLs of prefill servers, those of decode servers, and the control channels of
-            both, if any.
-        file: lists more of them; other ones from time to time.
-        all_addresses: whether the names in the URLs stand for all their addresses.
-        tokenizer: the model's folder, if completions are to begin with the prefill server's token.
-        keys: file of the CURVE keys of the control channels.
-        cluster_key: file of the servers' cluster key.
-        address: host and port to listen on.
-        options: more fields of the settings.
+    """Serves until Ctrl-C or SIGTERM, unless the user gives a command of the group.
 
     Raises:
         KVFerryError: a file or the tokenizer cannot be used, or the port is taken.
-        typer.BadParameter: a URL is none, the control channels are not those of the servers, or
-            an option is given without another one that it needs.
+        typer.BadParameter: a URL is malformed, the control channels do not match the servers, or
+            an option lacks another option that it needs.
     """
-    is_at_once = options["at_once"] != "never"
-    key = _key(cluster_key, signs=is_at_once)
-    named = _named(*servers)
-    if all_addresses and servers[2]:
+    if context.invoked_subcommand is not None:
+        return
+    key = _key(cluster_key_file)
+    named = _named(prefill or [], decode or [], control or [])
+    if all_addresses and control:
         raise typer.BadParameter(
             "a name stands for several servers: list them in a file, each with its control",
             param_hint="--control",
         )
-    lists = [] if file is None else [engines_in(file)]
+    lists = [] if engines is None else [engines_in(engines)]
     for look in lists:
-        asyncio.run(look())  # a mistake is told now, and not in a log
+        asyncio.run(look())  # a mistake shows now, not later in a log
     if all_addresses:
         lists += [engines_behind(engine.role, engine.url) for engine in named]
-    host, port = address
     settings = RouterSettings(
         engines=() if all_addresses else tuple(named),
         model_folder=str(tokenizer) if tokenizer is not None else None,
@@ -71,12 +208,22 @@ def router(
         port=port,
         curve=load_keys(keys),
         cluster_key=key,
-        **options,
+        api_key=api_key,
+        operator_key=operator_key,
+        request_timeout_s=timeout,
+        outstanding_timeout_s=outstanding_timeout,
+        decode_only=decode_only.value,
+        route_by=route_by.value,
+        assume_cached=assume_cached,
+        direct_tokens=direct_tokens,
+        at_once=at_once.value,
+        explain=explain,
+        workers=workers,
     )
-    _set_up_logs(explain=settings.explain)
+    _set_up_logs(explain=explain)
     with contextlib.closing(listen(host, port, "router")) as listener:
         codec = TextCodec.open(tokenizer) if tokenizer is not None else None
-        _tell(named, file, settings, listener.getsockname()[1])
+        _tell(named, engines, settings, listener.getsockname()[1])
 
         async def run() -> None:
             stop = asyncio.Event()
@@ -89,7 +236,7 @@ def router(
 def _tell(
     named: Sequence[EngineAddress], file: Path | None, settings: RouterSettings, port: int
 ) -> None:
-    """Prints what is served, for whom and where."""
+    """Prints the servers and the addresses of the router."""
     console = make_console()
     table = Table("role", "server")
     for engine in named:
@@ -112,27 +259,19 @@ def _tell(
     console.print(f"the cluster at http://{settings.host}:{port}/kvferry", style="dim")
 
 
-def _key(file: Path | None, *, signs: bool) -> bytes | None:
-    """The cluster key.
+def _key(file: Path | None) -> bytes | None:
+    """The cluster key; ``None`` without a file.
 
     Raises:
         ConfigError: the file cannot be read, or the key is too short.
-        typer.BadParameter: nothing is to be signed with it.
     """
-    if file is None:
-        return None
-    if not signs:
-        raise typer.BadParameter(
-            "it signs what both servers are sent at once: give --at-once, or leave it out",
-            param_hint="--cluster-key-file",
-        )
-    return PullConfig(cluster_key_file=str(file)).key()
+    return None if file is None else PullConfig(cluster_key_file=str(file)).key()
 
 
 def _set_up_logs(*, explain: bool) -> None:
     if explain:
         logging.basicConfig(format="%(message)s")
-        logging.getLogger("kvferry.cluster.choice").setLevel(logging.INFO)
+        logging.getLogger("kvferry.router.choice").setLevel(logging.INFO)
 
 
 def _named(
@@ -141,7 +280,7 @@ def _named(
     """The servers of the command line.
 
     Raises:
-        typer.BadParameter: a URL is none, or the control channels are not those of the servers.
+        typer.BadParameter: a URL is malformed, or the control channels do not match the servers.
     """
     roles: list[tuple[Role, str]] = [("prefill", url) for url in prefill]
     roles += [("decode", url) for url in decode]

@@ -2,28 +2,28 @@
 
 import signal
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import PartProgress, make_console
+from kvferry.cli.options import ApiKey, ClusterFile, Logs, OperatorKey, RayAddress
 from kvferry.cluster.launcher import Cluster
 from kvferry.config import load_cluster
 
 
 def serve(
-    file: Path,
-    logs: Path | None,
-    api_key: str | None = None,
-    operator_key: str | None = None,
-    ray: str | None = None,
+    file: ClusterFile,
+    logs: Logs = None,
+    api_key: ApiKey = None,
+    operator_key: OperatorKey = None,
+    ray: RayAddress = None,
 ) -> None:
-    """Runs the cluster until Ctrl-C or SIGTERM, or until it can serve no more.
+    """Runs the cluster until Ctrl-C or SIGTERM, or until the cluster can serve no more.
 
     Raises:
-        KVFerryError: it cannot be started.
+        KVFerryError: the cluster cannot be started.
     """
     console = make_console()
     config = load_cluster(file)
@@ -58,14 +58,14 @@ def serve(
 
 
 def end_by_interrupt() -> None:
-    """A supervisor's SIGTERM ends as Ctrl-C does: by closing everything in order."""
+    """Makes a supervisor's SIGTERM act like Ctrl-C: everything is closed in order."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        # SIGINT too: a shell starts background commands with it ignored.
+        # SIGINT too, because a shell starts background commands with SIGINT ignored.
         signal.signal(number, signal.default_int_handler)
 
 
 def tell(cluster: Cluster, console: Console, timeout_s: float | None = None) -> None:
-    """Waits for a death and reports it, or until time is up; reports what serves again too."""
+    """Waits until a part dies or the time is up; reports the death, and parts that serve again."""
 
     def progress(part: str, _doing: str, done: float) -> None:
         if done == 1.0:
@@ -77,7 +77,7 @@ def tell(cluster: Cluster, console: Console, timeout_s: float | None = None) -> 
 
 
 def _watch(cluster: Cluster, console: Console) -> bool:
-    """Reports deaths; returns ``False`` once nothing can be served any more."""
+    """Reports deaths; returns ``False`` when the cluster can serve no more."""
     while cluster.can_serve:
         tell(cluster, console)
     console.print("[bold red]the cluster cannot serve any more[/]")
@@ -85,12 +85,12 @@ def _watch(cluster: Cluster, console: Console) -> bool:
 
 
 def show(cluster: Cluster, console: Console) -> None:
-    """The engines, and where they are."""
+    """Prints the engines and their addresses."""
     table = Table(
         "engine", "role", "shape", "block", "layout", "HTTP", "control channel", "runs as"
     )
     for column in table.columns:
-        column.overflow = "fold"  # a cut address is of no use
+        column.overflow = "fold"  # a cut address is useless
     for engine in cluster.engines:
         config = engine.config
         table.add_row(

@@ -1,4 +1,4 @@
-"""What a plan is made of without a cluster file: engines in one line each, and a model."""
+"""Parts of a plan without a cluster file: engines, in one line each, and a model."""
 
 import difflib
 import re
@@ -13,7 +13,7 @@ from kvferry.explain.models import KNOWN_MODELS, ModelInfo, parse_model
 from kvferry.topology import GroupGeometry, ParallelShape
 from kvferry.topology.description import MAX_RANKS
 
-#: Key of a spec → what it may hold, for messages.
+#: Key of a spec → description of the value, for messages.
 SPEC_KEYS = {
     "tp": "tensor-parallel ranks",
     "pp": "pipeline stages",
@@ -33,23 +33,23 @@ _COMMA = re.compile(r",(?![^(]*\))")  # a layout with inner orders holds commas 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """The shape of an engine, as far as its KV cache depends on it."""
+    """The shape of an engine, as far as the KV cache depends on the shape."""
 
     parallel: ParallelShape
     block_size: int = 16
     layout: str = "NHD"
     dtype: str | None = None
-    """``None``: the model's."""
+    """Dtype of the KV cache; ``None`` for the model's dtype."""
     hybrid: bool = True
     stage_layers: tuple[int, ...] | None = None
-    """Layers of each pipeline stage; ``None``: divided evenly."""
+    """Number of layers in each pipeline stage; ``None`` if the layers are divided evenly."""
 
     def geometries(self, shape: CacheShape, dtype: str) -> tuple[GroupGeometry, ...]:
-        """The groups of such an engine that serves a model.
+        """The KV cache groups of an engine of this shape that serves a model.
 
         Args:
-            shape: of the model.
-            dtype: of the KV cache, where the spec names none.
+            shape: cache shape of the model.
+            dtype: dtype of the KV cache if the spec names none.
 
         Raises:
             ValueError: the engine does not fit the model.
@@ -59,12 +59,12 @@ class EngineSpec:
         made = shape.geometries(
             groups, layout=self.layout, parallel=self.parallel, stage_layers=self.stage_layers
         )
-        # Attention first: it is what the first group is shown for.
+        # Attention comes first, because the first group is shown as attention.
         return tuple(sorted(made, key=lambda group: group.is_recurrent))
 
 
 def parse_spec(text: str, where: str) -> EngineSpec:
-    """Reads a spec; what is left out is 1, 16 tokens, NHD, the model's dtype and hybrid.
+    """Reads a spec. Defaults are 1, 16 tokens, NHD, the model's dtype and hybrid.
 
     >>> parse_spec("tp=8,block=64,layout=HND", "--prefill").block_size
     64
@@ -74,7 +74,7 @@ def parse_spec(text: str, where: str) -> EngineSpec:
         where: the option, for messages.
 
     Raises:
-        ConfigError: an unknown, repeated or malformed key; the message lists the known ones.
+        ConfigError: an unknown, repeated or malformed key; the message lists the known keys.
     """
     values: dict[str, str] = {}
     for entry in _COMMA.split(text):
@@ -137,7 +137,7 @@ def _flag(value: str, where: str) -> bool:
 
 
 def find_model(name: str) -> ModelInfo:
-    """The model of a name or of a path to a ``config.json`` or to its folder.
+    """The model of a name, of a path to a ``config.json``, or of a folder with a ``config.json``.
 
     >>> len(find_model("Llama-3-70B").shape.layers)
     80
@@ -145,7 +145,7 @@ def find_model(name: str) -> ModelInfo:
     576
 
     Raises:
-        ConfigError: neither; the message names the nearest known one.
+        ConfigError: the name is neither; the message names the nearest known model.
         ModelError: the file cannot be used.
     """
     wanted = name.lower().replace("_", "-")

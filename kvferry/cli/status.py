@@ -1,25 +1,34 @@
 """``kvferry status``."""
 
 import datetime as dt
-from pathlib import Path
+from typing import Annotated
 
-import msgspec
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from kvferry.cli.console import make_console, print_json, seconds_text
-from kvferry.config import parse_struct, printable
+from kvferry.cli.options import AsJson, Keys, Timeout, load_keys, parse_address
+from kvferry.config import printable
 from kvferry.control.client import fetch_status
 from kvferry.control.messages import StatusReport
-from kvferry.control.options import CurveKeys
-from kvferry.errors import ConfigError, PeerLostError, ProtocolError
+from kvferry.errors import PeerLostError, ProtocolError
 from kvferry.explain.sentences import bytes_text
-from kvferry.zeromq import split_address
 
 
-def status(address: str, keys: Path | None, timeout_s: float, as_json: bool) -> None:
+def status(
+    address: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOST:PORT", help="An engine's control channel (kv_port).", show_default=False
+        ),
+    ],
+    keys: Keys = None,
+    timeout_s: Timeout = 5.0,
+    as_json: AsJson = False,
+) -> None:
     """Prints the report of the engine at ``address``.
 
     Raises:
@@ -37,43 +46,16 @@ def status(address: str, keys: Path | None, timeout_s: float, as_json: bool) -> 
         show(report, make_console())
 
 
-def parse_address(address: str) -> tuple[str, int]:
-    """``HOST:PORT``, ``[HOST]:PORT`` or ``PORT`` in its parts.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    try:
-        return split_address(address if ":" in address else f"127.0.0.1:{address}")
-    except ValueError as error:
-        raise ConfigError(
-            f"{address!r} is not an address; write HOST:PORT, 127.0.0.1:14579 say"
-        ) from error
-
-
-def load_keys(file: Path | None) -> CurveKeys | None:
-    """The CURVE keys that ``kvferry keys`` has written.
-
-    Raises:
-        ConfigError: the file cannot be read or holds something else.
-    """
-    if file is None:
-        return None
-    try:
-        values = msgspec.json.decode(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file}: not JSON: {error}") from error
-    return parse_struct(CurveKeys, values, str(file))
-
-
 def show(report: StatusReport, console: Console) -> None:
     """Prints a report for people."""
     ready = "ready" if report.ready else "starting"
+    is_other = report.serving_engine not in ("", "kvferry")
+    inside = f" in {_plain(report.serving_engine)}" if is_other else ""
     console.print(
         f"[bold]{_plain(report.engine_id)}[/] ({_plain(report.role)}), {ready}, "
-        f"up {seconds_text(report.uptime_s)}, incarnation {_plain(report.incarnation[:8])}",
+        f"up {seconds_text(report.uptime_s)}, incarnation {_plain(report.incarnation[:8])}, "
+        f"kvferry {_plain(report.release) or 'of a release that it does not tell'}"
+        f"{inside}",
         highlight=False,
     )
     for table, empty in (

@@ -5,35 +5,49 @@ import datetime as dt
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Annotated
 
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from kvferry.cli.console import make_console, print_json, seconds_text
-from kvferry.cluster.router_client import RouterClient
-from kvferry.cluster.snapshot import EngineView, PairView, Snapshot
+from kvferry.cli.options import ROUTER_URL, ApiKey
 from kvferry.config import printable
 from kvferry.errors import PeerLostError
 from kvferry.explain.sentences import bytes_text
+from kvferry.router.router_client import RouterClient
+from kvferry.router.snapshot import EngineView, PairView, Snapshot
 
 UNTOLD = "–"
-"""Stands for what nobody tells."""
+"""Text in place of an unknown value."""
 MOST_SNAPSHOTS = 5
-"""That are waited for where one is shown."""
+"""Number of snapshots to wait for, at most, before a single snapshot is shown."""
 AGAIN_S = 2.0
-"""Seconds after which a router that has gone is asked again."""
+"""Seconds before a router that has gone is asked again."""
 _STYLES = {"ready": "green", "slow": "yellow", "down": "red"}
 
 
-def top(url: str, api_key: str | None, once: bool, as_json: bool) -> None:
-    """Shows the cluster behind a router: until Ctrl-C, or once.
+def top(
+    router: Annotated[
+        str, typer.Argument(metavar="ROUTER", envvar="KVFERRY_ROUTER", help="The router's URL.")
+    ] = ROUTER_URL,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print the cluster once, for scripts.")
+    ] = False,
+    api_key: ApiKey = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the cluster once, as JSON.")
+    ] = False,
+) -> None:
+    """Shows the cluster behind a router, until Ctrl-C or once.
 
     Raises:
         KVFerryError: the router refuses, or cannot be reached at the start.
     """
-    client = RouterClient(url, api_key)
+    client = RouterClient(router, api_key)
     if once or as_json:
         snapshot = _settled(client.watch())
         if as_json:
@@ -59,7 +73,7 @@ def top(url: str, api_key: str | None, once: bool, as_json: bool) -> None:
 
 
 def _settled(snapshots: Iterator[Snapshot]) -> Snapshot:
-    """The first one that tells all rates, as none can at first; or else the last of a few."""
+    """The first snapshot with all rates, which early snapshots lack; or else the last of a few."""
     snapshot = next(snapshots)
     for snapshot in islice(snapshots, MOST_SNAPSHOTS - 1):
         if all(pair.bytes_per_s is not None for pair in snapshot.pairs):
@@ -68,14 +82,14 @@ def _settled(snapshots: Iterator[Snapshot]) -> Snapshot:
 
 
 def _screen(snapshot: Snapshot, console: Console) -> RenderableType:
-    """What fits into the terminal; the last lines are those that are left out."""
+    """The lines that fit into the terminal; lines at the end may be left out."""
     lines = console.render_lines(picture(snapshot), pad=False)
     shown = lines[: max(1, console.height - 1)]
     return Group(*(Text.assemble(*((one.text, one.style or "") for one in line)) for line in shown))
 
 
 def picture(snapshot: Snapshot) -> RenderableType:
-    """The snapshot for people."""
+    """Drawing of a snapshot for people."""
     moment = dt.datetime.fromtimestamp(snapshot.time, dt.UTC).astimezone()
     parts: list[RenderableType] = [Text(f"{moment:%H:%M:%S}", style="dim"), _engines(snapshot)]
     notes = [note for engine in snapshot.engines for note in _notes(engine)]
@@ -94,7 +108,9 @@ def picture(snapshot: Snapshot) -> RenderableType:
 
 
 def _engines(snapshot: Snapshot) -> Table:
-    table = _table("engine", "role", "state", title="Engines", numbers=("requests", "running"))
+    table = _table(
+        "engine", "kind", "role", "state", title="Engines", numbers=("requests", "running")
+    )
     for name in ("waiting", "loading", "lent", "free blocks"):
         table.add_column(name, justify="right")
     for engine in snapshot.engines:
@@ -104,6 +120,7 @@ def _engines(snapshot: Snapshot) -> Table:
         counts = (engine.running, engine.waiting, engine.loading, engine.lent)
         table.add_row(
             Text(_name(engine)),
+            Text(printable(engine.kind) or UNTOLD),
             engine.role,
             Text(engine.state, style=_STYLES.get(engine.state, "")),
             str(engine.outstanding),
@@ -114,13 +131,13 @@ def _engines(snapshot: Snapshot) -> Table:
 
 
 def _name(engine: EngineView) -> str:
-    """The router's name of an engine, and its own where that is another one."""
+    """The router's name of an engine, with the engine id if the id differs."""
     is_other = engine.engine_id and engine.engine_id != engine.name
     return printable(f"{engine.name} ({engine.engine_id})" if is_other else engine.name)
 
 
 def _notes(engine: EngineView) -> list[str]:
-    """What else there is to say of an engine."""
+    """Further notes about an engine."""
     notes = [engine.problem, f"draining: {engine.drain}" if engine.drain else "", *engine.untold]
     return [printable(f"{engine.name}: {note}") for note in notes if note]
 

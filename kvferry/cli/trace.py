@@ -1,7 +1,7 @@
-"""``kvferry trace``: one request's life over several engines, as a table and as a picture."""
+"""``kvferry trace``: a request's life over several engines, as a table and as a picture."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -10,26 +10,44 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.cli.console import make_console, print_json, seconds_text
-from kvferry.cli.status import load_keys, parse_address
+from kvferry.cli.options import AsJson, Keys, Timeout, load_keys, parse_address
 from kvferry.config import printable
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import MAX_ID_CHARS, RequestTrace, TracePart
 from kvferry.control.options import ControlOptions
-from kvferry.control.timeline import EngineAnswer, Row, Stretch, gather, handover, rows_of
 from kvferry.errors import ConfigError
 from kvferry.explain.sentences import bytes_text
+from kvferry.observe.timeline import EngineAnswer, Row, Stretch, gather, handover, rows_of
 from kvferry.zeromq import join_address
 
 BAR_CHARS = 64
-"""Characters of the picture's time axis."""
+"""Number of characters in the picture's time axis."""
 NOT_DRAWN = "answer"
-"""The part that comes last and may take as long as it likes; it would leave no room for others."""
+"""Name of the last part, which may take any time and would leave no room for other parts."""
 
 
 def trace(
-    request_id: str, addresses: Sequence[str], keys: Path | None, timeout_s: float, as_json: bool
+    request_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="REQUEST_ID",
+            help="The id in an answer's header x-request-id, or in a log.",
+            show_default=False,
+        ),
+    ],
+    addresses: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="HOST:PORT...",
+            help="Control channels (kv_port) of the engines to ask.",
+            show_default=False,
+        ),
+    ],
+    keys: Keys = None,
+    timeout_s: Timeout = 5.0,
+    as_json: AsJson = False,
 ) -> None:
-    """Prints what the engines at ``addresses`` did for a request.
+    """Prints the actions of the engines at ``addresses`` for a request.
 
     Raises:
         ConfigError: the id, an address or the keys cannot be used.
@@ -51,7 +69,7 @@ def trace(
 
 
 def show(request_id: str, answers: Sequence[EngineAnswer], console: Console) -> None:
-    """Prints it for people."""
+    """Prints a request's trace for people."""
     for answer in answers:
         _show_engine(request_id, answer, console)
     rows = rows_of(answers)
@@ -66,7 +84,7 @@ def show(request_id: str, answers: Sequence[EngineAnswer], console: Console) -> 
 
 
 def _show_engine(request_id: str, answer: EngineAnswer, console: Console) -> None:
-    """One engine's lines above the table."""
+    """Prints an engine's lines above the table."""
     name = f"[bold]{_plain(answer.engine_id or answer.address)}[/]"
     if answer.error:
         console.print(f"{name}: {_plain(answer.error)}")
@@ -91,7 +109,7 @@ def _show_engine(request_id: str, answer: EngineAnswer, console: Console) -> Non
 
 
 def _summary(request: RequestTrace) -> str:
-    """One request on one engine in one line."""
+    """A request on an engine, in one line."""
     words = [f"{request.request_id}: {request.outcome} after {seconds_text(request.seconds)}"]
     if request.peer_request_id:
         words.append(f"loaded from {request.peer}")
@@ -107,7 +125,7 @@ def _table(rows: Sequence[Row], begin: float) -> Table:
     table.add_column("how")
     for row in rows:
         part = row.part
-        moved_s = part.moving or part.seconds  # it may wait for its source to compute more
+        moved_s = part.moving or part.seconds  # a part may wait until the source computes more
         cells = (
             row.engine,
             part.name,
@@ -148,7 +166,7 @@ def _how(part: TracePart) -> str:
 
 
 def picture(rows: Sequence[Row]) -> list[str]:
-    """Bars on one time axis, a line per part; the answer's begins, and is cut off.
+    """Bars on a common time axis, a line per part; the bar of the answer is cut off.
 
     >>> part = TracePart(name="read", started=5.0, seconds=0.01, rank=0)
     >>> lease = TracePart(name="lease", started=4.99, seconds=0.01)

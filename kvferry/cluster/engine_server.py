@@ -1,8 +1,9 @@
-"""The scheduler process of one engine, and its HTTP server.
+"""The HTTP server of an engine, in the engine's scheduler process.
 
-The server speaks the part of vLLM's ``/v1/completions`` that a router between prefill and decode
-engines needs: token ids in, token ids out, ``kv_transfer_params`` both ways. Text is the router's
-job. It trusts who shows its API key; without one only the router may reach it.
+The server implements the part of vLLM's ``/v1/completions`` that a router between prefill and
+decode engines needs: token ids in, token ids out, ``kv_transfer_params`` in both directions. The
+router converts between text and tokens. The server trusts every client that sends the API key;
+without an API key, only the router may be able to reach the server.
 """
 
 import asyncio
@@ -21,19 +22,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvferry.cluster import web
-from kvferry.cluster.messages import EngineSettings, KVEventsPlace, Ready
-from kvferry.cluster.metrics import EngineMetrics, Records, RequestSummary
-from kvferry.cluster.openai import ApiError, parse_body
-from kvferry.cluster.process import Reporter
+from kvferry.cluster.engine_operations import EngineOperations, answered, unavailable
 from kvferry.config import EngineConfig, shown, split_endpoint
-from kvferry.connectors.base import TransferRecord
 from kvferry.engine.builder import build_engine
 from kvferry.engine.engine import Engine, EngineStats
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.messages import EngineOutput, ModelName, SamplingParams, Temperature, TokenId
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import DrainingError, KVFerryError, StuckStepError
+from kvferry.observe.records import TransferRecord
+from kvferry.serving import web
+from kvferry.serving.messages import EngineSettings, KVEventsPlace, Ready
+from kvferry.serving.metrics import EngineMetrics, Records, RequestSummary
+from kvferry.serving.openai import ApiError, StreamOptions, parse_body
+from kvferry.serving.process import Reporter
 from kvferry.zeromq import tcp_address
 
 logger = logging.getLogger(__name__)
@@ -41,17 +43,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REMEMBERED_REQUESTS = 4096
-"""Ended requests that ``/kvferry/records`` tells of."""
+"""Number of ended requests that ``/kvferry/records`` reports."""
 REMEMBERED_RECORDS = 65_536
-"""Transfer records that ``/kvferry/records`` tells of."""
+"""Number of transfer records that ``/kvferry/records`` reports."""
 MAX_ID_LENGTH = 256
-"""Characters of a request's id."""
+"""Maximum length of a request id in characters."""
 SNAPSHOT_WAIT_S = 1.0
-"""``/metrics`` and ``/kvferry/records`` wait so long for a step to end; then they tell what was
-known before it."""
+"""Seconds for which ``/metrics`` and ``/kvferry/records`` wait for the end of a step; after that,
+they answer with the last known values."""
 
-#: Errors of the engine that the client can mend; what else ends a request is the server's fault,
-#: tickets included: the router drops what a client sends in their place.
+#: Errors of the engine that the client can correct. All other errors are the server's fault, also
+#: ticket errors: the router removes any ticket that a client sends.
 _CLIENT_ERRORS = frozenset(
     {
         "ValueError",
@@ -69,42 +71,46 @@ class EngineRequestBody(SamplingParams, frozen=True, kw_only=True):
     temperature: Temperature = 1.0
     stream: bool = False
     return_token_ids: bool = True
-    """Accepted for vLLM's sake; ids are always returned, as there is no text."""
+    """Accepted for compatibility with vLLM, and ignored: answers have ids and no text."""
+    stream_options: StreamOptions | None = None
+    """Accepted for compatibility with vLLM, and ignored: answers always have the usage."""
     kv_transfer_params: dict[str, Any] | None = None
     model: ModelName | None = None
 
     def sampling(self) -> SamplingParams:
-        """How the tokens are drawn."""
+        """The sampling parameters without the other fields."""
         return SamplingParams(
             **{name: getattr(self, name) for name in SamplingParams.__struct_fields__}
         )
 
 
 class TakeBackBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``POST /kvferry/take_back``: what an answer said, and nobody will use."""
+    """The body of ``POST /kvferry/take_back``: the parameters of an answer that will not be
+    used.
+    """
 
     kv_transfer_params: dict[str, Any]
 
 
 class _Run:
-    """One request under way: the engine's outputs as the event loop sees them."""
+    """A request in progress: passes the engine's outputs to the event loop."""
 
     def __init__(self, request_id: str, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.answer = EngineOutput(request_id=request_id)
-        """What has come so far."""
+        """All outputs of the engine so far, joined."""
         self.is_told = False
-        """Whether the client was there when the end of the answer was sent."""
+        """Whether the client was still connected when the end of the answer was sent."""
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
         self._on_late: Callable[[EngineOutput], None] | None = None
 
     def on_output(self, output: EngineOutput) -> None:
-        """Called from the engine's thread."""
+        """Takes an output; called from the engine's thread."""
         try:
             self._loop.call_soon_threadsafe(self._arrived, output)
         except RuntimeError:
-            # The server has ended while the engine still steps: nobody waits for this.
+            # The server has ended while the engine still steps: the output has no reader.
             if not self._loop.is_closed():
                 raise
 
@@ -115,9 +121,9 @@ class _Run:
             self._outputs.put_nowait(output)
 
     async def next(self) -> EngineOutput:
-        """The next output."""
+        """Waits for the next output of the engine and returns it."""
         output = await self._outputs.get()
-        # In place: copies of all earlier tokens at each step would add up.
+        # In place: a copy of all earlier tokens at each step would cost quadratic time.
         self.answer.token_ids.extend(output.token_ids)
         self.answer.gaps.extend(output.gaps)
         self.answer = msgspec.structs.replace(
@@ -126,18 +132,18 @@ class _Run:
         return output
 
     def leave(self, on_late: Callable[[EngineOutput], None]) -> None:
-        """Nobody waits for outputs any more; ``on_late`` is called with those that still come."""
+        """Stops the wait for outputs; later outputs go to ``on_late``."""
         self._on_late = on_late
         while not self._outputs.empty():
             on_late(self._outputs.get_nowait())
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine has ended it."""
+        """Whether the engine has ended the request."""
         return self.answer.finish_reason is not None
 
     def usage(self) -> dict[str, object]:
-        """OpenAI's usage so far."""
+        """The usage so far, in the format of OpenAI."""
         drawn = len(self.answer.token_ids)
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -147,7 +153,7 @@ class _Run:
         }
 
     def summary(self) -> RequestSummary:
-        """For whoever asks later."""
+        """The record of the request for ``/kvferry/records`` and the metrics."""
         answer = self.answer
         return RequestSummary(
             request_id=answer.request_id,
@@ -163,17 +169,13 @@ class _Run:
 
 
 def api_error(name: str, message: str) -> ApiError:
-    """The HTTP answer to an error that ended one request, by the name of its class."""
+    """The HTTP answer to an error that ended a request, by the error's class name."""
     status = 400 if name in _CLIENT_ERRORS else 503 if name == StuckStepError.__name__ else 500
     return ApiError(status, message, code=name)
 
 
-def _unavailable(error: KVFerryError) -> ApiError:
-    return ApiError(503, str(error), code=type(error).__name__)
-
-
 class EngineServer:
-    """The endpoints of one engine."""
+    """The HTTP endpoints of an engine."""
 
     def __init__(
         self,
@@ -188,9 +190,18 @@ class EngineServer:
         kv_events: KVEventsPlace | None = None,
         at_once: bool = False,
     ) -> None:
-        """``control`` is ``host:port`` of the connector's control channel, if it has one;
-        ``kv_events`` where its KV cache events are published, if they are; ``at_once`` whether the
-        connector knows transfers.
+        """Holds the values that the endpoints report.
+
+        Args:
+            engine: the loop that runs the engine.
+            name: name of the engine in the cluster file.
+            kv_role: role of the engine in transfers.
+            model_name: name of the model for clients.
+            max_model_len: maximum length of a sequence in tokens.
+            api_key: bearer token that clients must send; ``None`` for no check.
+            control: ``host:port`` of the connector's control channel, if there is such a channel.
+            kv_events: addresses of the engine's KV cache events, if the engine publishes events.
+            at_once: whether the connector accepts requests with a ``transfer``.
         """
         self._engine = engine
         self._name = name
@@ -220,8 +231,8 @@ class EngineServer:
             Route(path, self._guarded(answer), methods=[method])
             for path, (answer, method) in guarded.items()
         ]
-        for answer, method in ((self._drain, "POST"), (self._resume, "DELETE")):
-            routes.append(Route("/kvferry/drain", self._guarded(answer), methods=[method]))
+        for path, method, answer in EngineOperations(self._engine, self._bodies).routes():
+            routes.append(Route(path, self._guarded(answer), methods=[method]))
         routes += [
             Route("/health", self._health),
             Route("/ready", self._ready),
@@ -249,8 +260,8 @@ class EngineServer:
                 f"{MAX_ID_LENGTH} characters",
             )
         run = self._submit(request_id, body, request.headers.get("traceparent", ""))
-        # The first output is awaited before the status is sent: a request that fails at once, for
-        # example because its KV could not be loaded, is never a 200.
+        # The first output is awaited before the status is sent. Therefore a request that fails at
+        # once, for example because of a failed load, is never answered with status 200.
         try:
             first = await web.until_disconnect(request.receive, self._next(run))
         except BaseException:
@@ -269,10 +280,10 @@ class EngineServer:
         return web.json_response(self._reply(run, run.answer.token_ids, run.usage()))
 
     async def _next(self, run: _Run) -> EngineOutput:
-        """The next output of a request.
+        """Waits for the next output of a request.
 
         Raises:
-            ApiError: it failed.
+            ApiError: the request failed.
         """
         output = await run.next()
         if output.finish_reason == "error":
@@ -296,15 +307,15 @@ class EngineServer:
                 body.sampling(),
                 run.on_output,
                 kv_transfer_params=body.kv_transfer_params,
-                arrival=time.time(),  # it may wait for the engine's thread
+                arrival=time.time(),  # now, since the engine's thread may take the request later
                 traceparent=traceparent,
             )
         except KVFerryError as error:
-            raise _unavailable(error) from error
+            raise unavailable(error) from error
         return run
 
     def _end(self, run: _Run) -> None:
-        """The client has its answer, or does not want it any more."""
+        """Ends a request: the client has the whole answer, or is gone."""
         if not run.is_over:
             run.leave(self._unwanted)
             self._engine.abort(run.answer.request_id)
@@ -315,21 +326,23 @@ class EngineServer:
         self._metrics.count(summary)
 
     def _unwanted(self, output: EngineOutput) -> None:
-        """The client went away just as its answer was ready: nobody will use what was lent."""
+        """Takes the lent blocks of an output back: the client left before it read the output."""
         if params := output.kv_transfer_params:
-            with contextlib.suppress(KVFerryError):  # the engine has ended, and its leases with it
+            with contextlib.suppress(KVFerryError):  # an ended engine has no leases any more
                 self._engine.call(lambda engine: engine.take_back(params))
 
     async def _take_back(self, request: Request) -> Response:
         body = parse_body(TakeBackBody, await self._bodies.json(request))
-        await self._call(lambda engine: engine.take_back(body.kv_transfer_params))
+        await answered(
+            lambda: self._engine.call(lambda engine: engine.take_back(body.kv_transfer_params))
+        )
         return web.json_response({})
 
     async def _events(self, run: _Run, first: EngineOutput) -> AsyncGenerator[bytes, None]:
         output = first
         while True:
             if output.token_ids or run.is_over:
-                # Who reads a stream learns with its first token how much of the prompt was cached.
+                # The first event of a stream also has the number of cached prompt tokens.
                 usage = run.usage() if output is first else None
                 yield web.sse_event(self._reply(run, output.token_ids, usage))
             if run.is_over:
@@ -377,7 +390,7 @@ class EngineServer:
     async def _health(self, _: Request) -> Response:
         failure = self._engine.failure
         if failure is not None:
-            raise _unavailable(failure)
+            raise unavailable(failure)
         step = self._engine.step_state()
         told = {
             "engine": self._name,
@@ -387,37 +400,22 @@ class EngineServer:
             "control": self._control,
             "kv_events": self._kv_events,
             "at_once": self._at_once,
-            "drain": self._engine.drain_state,
+            "drain": self._engine.admission.drain_state,
             "silent_peers": self._engine.silent_peers,
         }
         if step.is_stuck:
             stuck = ApiError(503, str(step), code=StuckStepError.__name__)
             return web.json_response({**stuck.body(), "status": "stuck", **told}, stuck.status)
-        status = "ok" if self._engine.drain_state is None else "draining"
+        status = "paused" if self._engine.admission.is_paused else "ok"
+        if self._engine.admission.drain_state is not None:
+            status = "draining"
         return web.json_response({"status": status, **told})
 
     async def _ready(self, request: Request) -> Response:
-        """Whether it wants new requests, where ``/health`` tells whether it is well."""
-        if self._engine.drain_state is not None:
-            raise _unavailable(DrainingError("the engine is draining and takes no new requests"))
+        """Reports whether the engine accepts new requests; ``/health`` reports its health alone."""
+        if self._engine.admission.drain_state is not None:
+            raise unavailable(DrainingError("the engine is draining and takes no new requests"))
         return await self._health(request)
-
-    async def _drain(self, _: Request) -> Response:
-        """From now on no new requests; ``/health`` tells what is left."""
-        try:
-            drained = self._engine.drain()
-        except KVFerryError as error:
-            raise _unavailable(error) from error
-        return web.json_response(await asyncio.wrap_future(drained))
-
-    async def _resume(self, _: Request) -> Response:
-        """It takes new requests again."""
-        try:
-            resumed = self._engine.resume()
-        except KVFerryError as error:
-            raise _unavailable(error) from error
-        await asyncio.wrap_future(resumed)
-        return web.json_response({})
 
     async def _render_metrics(self, _: Request) -> Response:
         await self._refresh()
@@ -439,13 +437,13 @@ class EngineServer:
         )
 
     async def _refresh(self) -> None:
-        """Takes a snapshot, or leaves the last one where a step takes its time.
+        """Takes a snapshot; keeps the previous snapshot if the current step takes too long.
 
         Raises:
             ApiError: 503, the engine has ended.
         """
-        # A question that waits for a long step is not asked again: its answer will do, and it
-        # must be taken in whenever it comes, as the engine tells each record once.
+        # While a snapshot waits for a long step, no second snapshot is requested. The late snapshot
+        # must still be processed, because the engine reports each record only once.
         task = self._overdue
         if task is None or task.done():
             task = asyncio.create_task(self._take_snapshot())
@@ -456,20 +454,8 @@ class EngineServer:
             self._overdue = task
             task.add_done_callback(lambda late: late.cancelled() or late.exception())
 
-    async def _call(self, function: Callable[[Engine], T]) -> T:
-        """What ``function`` returns on the engine's thread, between two steps.
-
-        Raises:
-            ApiError: 503, the engine has ended.
-        """
-        try:
-            future = self._engine.call(function)
-        except KVFerryError as error:
-            raise _unavailable(error) from error
-        return await asyncio.wrap_future(future)
-
     async def _take_snapshot(self) -> None:
-        records, stats = await self._call(_snapshot)
+        records, stats = await answered(lambda: self._engine.call(_snapshot))
         self._stats = stats
         for record in records:
             self._transfers.append(record)
@@ -477,15 +463,15 @@ class EngineServer:
 
 
 def _snapshot(engine: Engine) -> tuple[list[TransferRecord], EngineStats]:
-    """On the engine's thread, between two steps."""
+    """The new records and the statistics; called on the engine's thread between two steps."""
     return engine.records(), engine.stats()
 
 
 def run_engine(settings: EngineSettings, listener: socket.socket, report: Reporter) -> None:
-    """Runs an engine and its HTTP server until SIGTERM, or until the engine cannot go on.
+    """Runs an engine and its HTTP server until SIGTERM or a fatal error of the engine.
 
     Raises:
-        KVFerryError: it could not start, or could not go on.
+        KVFerryError: the engine could not start, or could not continue.
     """
     config = settings.engine
     report.loading(f"starting {config.tp * config.pp} ranks", 0.2)
@@ -499,7 +485,7 @@ def run_engine(settings: EngineSettings, listener: socket.socket, report: Report
 
 @runtime_checkable
 class _ListensForPeers(Protocol):
-    """A connector half with a control channel."""
+    """A scheduler half of a connector with a control channel."""
 
     @property
     def address(self) -> str:
@@ -507,7 +493,7 @@ class _ListensForPeers(Protocol):
 
 
 def _control_address(engine: Engine) -> str | None:
-    """Where ``kvferry status`` finds the engine; ``None`` for connectors that do not listen."""
+    """Address of the engine for ``kvferry status``; ``None`` if the connector does not listen."""
     connector = engine.connector
     if not isinstance(connector, _ListensForPeers):
         return None
@@ -515,7 +501,7 @@ def _control_address(engine: Engine) -> str | None:
 
 
 def _events_place(engine: Engine, config: EngineConfig) -> KVEventsPlace | None:
-    """Where a router on another machine, too, hears what the prefix cache holds."""
+    """Addresses of the KV cache events that a router on any machine can reach."""
     events, told = config.kv_events, engine.events
     if events is None or told is None:
         return None
@@ -529,7 +515,7 @@ def _events_place(engine: Engine, config: EngineConfig) -> KVEventsPlace | None:
 
 
 def _reached(endpoint: str, configured: str, host: str) -> str:
-    """An endpoint as other machines reach it."""
+    """The endpoint with ``host`` if it listens on all addresses; else the endpoint unchanged."""
     if split_endpoint(configured)[0] != "*":
         return endpoint
     return tcp_address(host, split_endpoint(endpoint)[1])
@@ -538,7 +524,7 @@ def _reached(endpoint: str, configured: str, host: str) -> str:
 async def _run(
     engine: Engine, settings: EngineSettings, listener: socket.socket, report: Reporter
 ) -> KVFerryError | None:
-    """Serves; returns why the engine ended by itself, if it did."""
+    """Serves until the end; returns the error if the engine ended by itself."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""Starts a cluster, or one engine of it, and those again that die: here, or on nodes of Ray."""
+"""Starts a cluster or a single engine, on this machine or on Ray nodes; restarts dead engines."""
 
 import contextlib
 import logging
@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from kvferry.cluster.messages import (
+from kvferry.cluster.preflight import (
+    check_cluster,
+    check_shapes,
+    cluster_key,
+    control_keys,
+    with_cluster_key,
+)
+from kvferry.config import ClusterConfig, EngineConfig, ModelConfig, RouterConfig
+from kvferry.engine.weights import load_model_config
+from kvferry.errors import ConfigError, EngineError, KVFerryError, ModelError, PortInUseError
+from kvferry.lifetimes import Closing
+from kvferry.router.router_client import RouterClient
+from kvferry.serving.messages import (
     Bound,
     EngineAddress,
     EngineSettings,
@@ -24,14 +36,7 @@ from kvferry.cluster.messages import (
     Role,
     RouterSettings,
 )
-from kvferry.cluster.preflight import (
-    check_cluster,
-    check_shapes,
-    cluster_key,
-    control_keys,
-    with_cluster_key,
-)
-from kvferry.cluster.process import (
+from kvferry.serving.process import (
     SPARE_PREFIX,
     TERM_GRACE_S,
     Child,
@@ -40,11 +45,6 @@ from kvferry.cluster.process import (
     output_folder,
     temporary_folder,
 )
-from kvferry.cluster.router_client import RouterClient
-from kvferry.config import ClusterConfig, EngineConfig, ModelConfig, RouterConfig
-from kvferry.engine.weights import load_model_config
-from kvferry.errors import ConfigError, EngineError, KVFerryError, ModelError, PortInUseError
-from kvferry.lifetimes import Closing
 from kvferry.transports.shm_segment import sweep_dead_segments
 from kvferry.zeromq import join_address
 
@@ -54,57 +54,59 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[str, str, float], None]
-"""Called with the name of a part, what it does now, and the fraction (0 to 1) of that done."""
+"""Called with the name of a part, its current activity, and the fraction (0 to 1) done."""
 
 START_TIMEOUT_S = 600.0
-"""Seconds for all engines to become ready."""
+"""Seconds within which all engines must become ready."""
 FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S = 1.0, 60.0
-"""Seconds between the end of an engine and its next start: twice as many after each end."""
+"""Shortest and longest pause in seconds before an engine restarts; each failure doubles the
+pause."""
 STEADY_S = 60.0
-"""Seconds for which an engine must have served for the next end to count as its first one."""
+"""Seconds of service after which the pause before a restart is again the shortest."""
 
 
 @dataclass(slots=True, eq=False)
 class RunningEngine:
-    """One engine of a running cluster."""
+    """An engine of a running cluster, with its process."""
 
     config: EngineConfig
     role: Role
     process: Child
     port: int = 0
-    """Its HTTP port."""
+    """TCP port of the engine's HTTP server; 0 until the engine reports its port."""
     control: str | None = None
-    """``host:port`` of its control channel, for ``kvferry status``."""
+    """``host:port`` of the engine's control channel, for ``kvferry status``."""
     is_ready: bool = False
     back_off_s: float = FIRST_BACK_OFF_S
-    """Seconds from its next end to its start after that."""
+    """Seconds between the engine's next failure and its restart."""
     starts_at: float | None = None
-    """When it is started again, on the monotonic clock; ``None`` unless it has ended."""
+    """Time of the planned restart, in seconds of the monotonic clock; ``None`` if none is
+    planned."""
     ready_at: float = 0.0
-    """When it became ready, on that clock."""
+    """Time at which the engine became ready, in seconds of the monotonic clock."""
     known_url: str = ""
-    """Where the router thinks that it is."""
+    """URL under which the router knows the engine."""
     not_entered: str = ""
-    """Why the router could not be told where it is; empty if it could."""
+    """Error of the last attempt to give the router the engine's URL; empty after a success."""
 
     @property
     def name(self) -> str:
-        """Its name in the cluster file."""
+        """Name of the engine in the cluster file."""
         return self.config.name
 
     @property
     def is_restarted(self) -> bool:
-        """Whether it is started again, once it has ended; not if somebody ended it."""
+        """Whether the engine restarts after its end; not after an exit with code 0."""
         return self.config.restart == "on-failure" and self.process.exit_code != 0
 
     @property
     def url(self) -> str:
-        """Where it serves HTTP."""
+        """URL of the engine's HTTP server."""
         return f"http://{join_address(self.process.host or self.config.host, self.port)}"
 
 
 class Cluster(Closing):
-    """A running cluster. Close it; or use it as a context manager."""
+    """A running cluster. Close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -120,18 +122,20 @@ class Cluster(Closing):
         """Use :meth:`open`."""
         self.config = config
         self.progress = progress
-        """Told what every part is doing; later, which engines serve again."""
+        """Called with the progress of every part; after the start, also when an engine is ready
+        again."""
         self._is_whole = is_whole
         self._cluster_key = secrets.token_hex(32) if is_whole else None
         self.logs = logs
-        """Folder with one log per process."""
+        """Folder with one log file per process."""
         self.engines: tuple[RunningEngine, ...] = ()
         self.model_folder = ""
         self._nodes = nodes
         self._router: Child | None = None
         self._router_port = 0
         self.api_key = api_key
-        """Bearer token that router and engines ask for, if they do."""
+        """Bearer token that clients must send to the router and the engines; ``None`` for no
+        check."""
         self._operator_key = operator_key or secrets.token_hex(32)
         self._news: queue.Queue[News] = queue.Queue()
         self._processes: list[Child] = []
@@ -151,26 +155,26 @@ class Cluster(Closing):
         progress: Progress = lambda _part, _doing, _done: None,
         timeout_s: float = START_TIMEOUT_S,
     ) -> "Cluster":
-        """Converts the model, starts every engine and the router, and returns when all serve.
+        """Converts the model, starts the engines and the router, and returns when all serve.
 
         Args:
             config: the cluster.
-            only: the one engine to start, without a router; it signs tickets with the key that
-                its table names, if it names one.
-            ray: address of the Ray cluster whose nodes run the engines; unless given, this machine
-                does.
-            api_key: bearer token that router and engines ask for.
-            operator_key: bearer token of who may change the router's engines; a random one unless
-                given.
-            where: the name of its file, for messages.
-            logs: folder for the logs; a new temporary one if left out.
-            progress: told what every part is doing, from the caller's thread.
-            timeout_s: seconds that the engines have to become ready.
+            only: name of a single engine to start, without a router. This engine signs tickets
+                with the cluster key that its table names, if any.
+            ray: address of the Ray cluster whose nodes run the engines; by default, the engines
+                run on this machine.
+            api_key: bearer token that clients must send to the router and the engines.
+            operator_key: bearer token that permits changes to the router's list of engines; by
+                default, a random token.
+            where: name of the cluster file, for error messages.
+            logs: folder for the logs; by default, a new temporary folder.
+            progress: called from the caller's thread with the progress of every part.
+            timeout_s: seconds within which the engines must become ready.
 
         Raises:
-            KVFerryError: what a part reported (a port in use, a model that cannot be used, ...),
-                with its name; or :class:`WorkerDiedError` with its exit code and last log lines.
-                Everything that was started has ended then.
+            KVFerryError: the error that a part reported, with the name of the part (a port in use,
+                a model that cannot be used, ...), or a :class:`WorkerDiedError` with the exit code
+                and the last log lines. All processes that were started have ended by then.
         """
         is_whole = only is None
         if only is not None:
@@ -181,7 +185,7 @@ class Cluster(Closing):
             from kvferry.cluster.ray_nodes import RayNodes
 
             nodes = RayNodes.open(ray, config)
-        temporary = temporary_folder()  # which engines need too
+        temporary = temporary_folder()  # engines need a temporary folder too
         if logs:
             folder = output_folder(Path(logs), "--logs")
         else:
@@ -209,20 +213,20 @@ class Cluster(Closing):
 
     @property
     def url(self) -> str:
-        """Where the router serves; ``/v1`` is OpenAI's API."""
+        """URL of the router; OpenAI's API is below ``/v1``."""
         host = self.config.router.host
-        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - what listens everywhere
+        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - wildcard addresses
         return f"http://{join_address(here.get(host, host), self._router_port)}"
 
     @property
     def deaths(self) -> list[KVFerryError]:
-        """Why parts of the cluster have ended, one error each; empty while all is well."""
+        """Errors of the parts that have ended; empty while all parts run."""
         return [process.error() for process in self._processes if not process.is_running]
 
     @property
     def can_serve(self) -> bool:
-        """Whether the router and enough engines are alive or will be started again; decode engines
-        alone may be enough.
+        """Whether the router runs, and enough engines run or will be restarted. Decode engines
+        alone are enough if ``decode_only`` is ``fallback``.
         """
         alive = {
             engine.role
@@ -236,14 +240,17 @@ class Cluster(Closing):
         return self._router is not None and self._router.is_running and len(alive) == 2
 
     def wait(self, timeout_s: float | None = None) -> KVFerryError | None:
-        """Waits until a part of the cluster ends by itself; returns why, ``None`` when time is up.
+        """Waits until a part of the cluster ends by itself, and restarts engines meanwhile.
 
-        Every death is returned once. Meanwhile engines are started again and entered at the router.
+        A restarted engine is also entered at the router again.
+
+        Returns:
+            The error of the part that ended, each error once; ``None`` after ``timeout_s``.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self._start_again()
-            # In short waits: a queue that is waited for without end holds Ctrl-C off.
+            # In short waits: an endless wait for a queue would block Ctrl-C.
             left = 0.5 if deadline is None else min(0.5, deadline - time.monotonic())
             try:
                 news = self._news.get(timeout=max(0.0, left))
@@ -259,17 +266,18 @@ class Cluster(Closing):
             self._note(news)
 
     def change_router(self, router: RouterConfig, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Has another router serve, with other settings, over the engines as they are.
+        """Replaces the router by a new router with other settings; the engines keep running.
 
         Args:
-            router: the settings; :attr:`url` may change with them.
-            timeout_s: seconds that the router has to reach the engines.
+            router: the new settings; :attr:`url` may change with them.
+            timeout_s: seconds within which the new router must reach the engines.
 
         Raises:
-            KVFerryError: the new router ended, or does not reach them; the old one has ended then.
+            KVFerryError: the new router ended or does not reach the engines. The old router has
+                ended by then.
         """
         deadline = time.monotonic() + timeout_s
-        assert self._router is not None  # it is a whole cluster, and serves
+        assert self._router is not None  # only a whole cluster has a router
         old, self._router = self._router, None
         self._processes.remove(old)
         old.terminate()
@@ -280,7 +288,7 @@ class Cluster(Closing):
         self._await_router(deadline)
 
     def close(self) -> None:
-        """Ends every process, the router first; kills what does not end in time. Idempotent."""
+        """Ends all processes, the router first, and kills any that is late. Idempotent."""
         with self._closing:
             processes, self._processes = self._processes, []
             router = [process for process in processes if process is self._router]
@@ -293,14 +301,14 @@ class Cluster(Closing):
                     process.reap(deadline - time.monotonic())
             if self._nodes is not None:
                 self._nodes.close()
-        # A rank that was killed could not remove its own shared memory.
+        # A killed rank could not remove its shared memory.
         sweep_dead_segments()
         spare = Path(self.model_folder).parent.parent
         if spare.name.startswith(SPARE_PREFIX):
             shutil.rmtree(spare, ignore_errors=True)
 
     def remove_logs(self) -> None:
-        """Deletes the logs, once they are of no use any more."""
+        """Deletes the folder with the logs."""
         shutil.rmtree(self.logs, ignore_errors=True)
 
     # ---- start --------------------------------------------------------------------------------
@@ -308,14 +316,14 @@ class Cluster(Closing):
     def _start(self, deadline: float, where: str) -> None:
         folder = self._convert(self.config.model, deadline)
         check_shapes(self.config, load_model_config(folder), where)
-        # All at once: no engine waits for another, so that their order does not matter.
+        # All engines start at the same time; none waits for another, so the order is irrelevant.
         self.engines = tuple(
             RunningEngine(engine, role, self._start_engine(engine, role))
             for engine, role in _roles(self.config)
         )
         while not all(engine.port for engine in self.engines):
             self._take(deadline)
-        if self._is_whole:  # it loads its tokenizer while the engines load the model
+        if self._is_whole:  # the router loads its tokenizer meanwhile
             self._start_router(deadline)
         while not all(engine.is_ready for engine in self.engines):
             self._take(deadline)
@@ -389,7 +397,12 @@ class Cluster(Closing):
         return process
 
     def _take(self, deadline: float) -> None:
-        """Waits for a piece of news of the start."""
+        """Handles one event of the starting processes.
+
+        Raises:
+            EngineError: no event came before ``deadline``.
+            KVFerryError: a process ended.
+        """
         while True:
             try:
                 self._note(self._news.get(timeout=0.5))
@@ -403,10 +416,10 @@ class Cluster(Closing):
                     ) from None
 
     def _note(self, news: News) -> None:
-        """Takes one piece of news of the start.
+        """Handles one event of a process.
 
         Raises:
-            KVFerryError: a process ended.
+            KVFerryError: the process ended.
         """
         engine = next((one for one in self.engines if one.process is news.child), None)
         match news.event:
@@ -430,7 +443,7 @@ class Cluster(Closing):
     # ---- start again --------------------------------------------------------------------------
 
     def _has_ended(self, child: Child) -> None:
-        """An engine that failed is to be started again, a while later each time."""
+        """Plans the restart of an engine that failed; the pause doubles with each failure."""
         engine = next((one for one in self.engines if one.process is child), None)
         if engine is None or not engine.is_restarted:
             return
@@ -451,12 +464,12 @@ class Cluster(Closing):
                 self._enter(engine)
 
     def _enter(self, engine: RunningEngine) -> None:
-        """Tells the router where an engine is now."""
+        """Tells the router the current URL of an engine."""
         client = RouterClient(self.url, self._operator_key)
         try:
             client.put(engine.role, engine.name, engine.url)
         except KVFerryError as error:
-            if str(error) != engine.not_entered:  # it is tried again and again
+            if str(error) != engine.not_entered:  # log each error once; the caller retries
                 engine.not_entered = str(error)
                 logger.warning("engine %r is not entered yet: %s", engine.name, error)
         else:
@@ -464,7 +477,7 @@ class Cluster(Closing):
 
 
 def _says_it_all(error: BaseException) -> bool:
-    """Whether nobody needs the logs of a start that failed so; an interrupt asked for the end."""
+    """Whether an error explains a failed start without the logs; interrupts by the user count."""
     return isinstance(
         error, ConfigError | PortInUseError | ModelError | KeyboardInterrupt | SystemExit
     )

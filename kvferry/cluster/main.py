@@ -1,7 +1,7 @@
-"""Entry point of what the launcher starts: ``python -m kvferry.cluster.main WHAT FD NAME``.
+"""Entry point of the launcher's child processes: ``python -m kvferry.cluster.main WHAT FD NAME``.
 
 ``WHAT`` is ``engine``, ``rank``, ``router``, ``worker`` or ``convert``; ``FD`` is the pipe for
-events. ``NAME`` is read by people alone, in ``ps`` and in the kernel's log.
+events. ``NAME`` is only for people who read ``ps`` or the kernel's log.
 """
 
 import asyncio
@@ -13,15 +13,17 @@ import sys
 import tempfile
 from multiprocessing.connection import Listener
 
-from kvferry.cluster.messages import (
+from kvferry.config import ModelConfig
+from kvferry.errors import HostError, KVFerryError, WorkerDiedError
+from kvferry.serving.messages import (
     Bound,
+    ChildFailed,
     EngineSettings,
-    Failed,
     RankSettings,
     Ready,
     RouterSettings,
 )
-from kvferry.cluster.process import (
+from kvferry.serving.process import (
     SPARE_PREFIX,
     LogFormatter,
     Reporter,
@@ -30,14 +32,12 @@ from kvferry.cluster.process import (
     listen,
     temporary_folder,
 )
-from kvferry.config import ModelConfig
-from kvferry.errors import HostError, KVFerryError, WorkerDiedError
 
 logger = logging.getLogger("kvferry.cluster")
 
 
 def main() -> int:
-    """Runs one process; returns its exit code."""
+    """Runs a child process; returns the exit code."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -53,13 +53,15 @@ def main() -> int:
         run(report)
     except KVFerryError as error:
         logger.error("%s: %s", type(error).__name__, error)
-        report.send(Failed(name=type(error).__name__, message=str(error)))
+        report.send(ChildFailed(name=type(error).__name__, message=str(error)))
         return 1
     except Terminated:
         logger.info("terminated")
     except Exception as error:
         logger.exception("unexpected error")
-        report.send(Failed(name=type(error).__name__, message=f"{type(error).__name__}: {error}"))
+        report.send(
+            ChildFailed(name=type(error).__name__, message=f"{type(error).__name__}: {error}")
+        )
         return 1
     return 0
 
@@ -86,10 +88,10 @@ def _router(report: Reporter) -> None:
     settings = begin(RouterSettings)
     with contextlib.closing(listen(settings.host, settings.port, "router")) as listener:
         report.send(Bound(port=listener.getsockname()[1]))
-        from kvferry.cluster.answer import TextCodec
-        from kvferry.cluster.router import serve_router
+        from kvferry.router.answer import TextCodec
+        from kvferry.router.router import serve_router
 
-        assert settings.model_folder is not None  # the launcher names the converted model
+        assert settings.model_folder is not None  # the launcher always sends the model's folder
         codec = TextCodec.open(settings.model_folder)
         report.send(Ready())
 
@@ -100,10 +102,10 @@ def _router(report: Reporter) -> None:
 
 
 def _worker(_: Reporter) -> None:
-    from kvferry.cluster.workers import WorkerSettings
+    from kvferry.router.workers import WorkerSettings
 
     settings = begin(WorkerSettings)
-    from kvferry.cluster.router import serve_as_worker
+    from kvferry.router.router import serve_as_worker
 
     serve_as_worker(settings)
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a cluster before any engine starts."""
+"""Checks of a cluster before any engine starts."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from kvferry.cluster.process import listen
 from kvferry.config import ClusterConfig, EngineConfig, ModelConfig, parse_struct
 from kvferry.connectors.registry import load_connector
 from kvferry.control.options import CurveKeys
@@ -16,6 +15,7 @@ from kvferry.engine.model_config import DecoderConfig, parse_config
 from kvferry.engine.weights import load_model_config, prepare_model
 from kvferry.engine.weights_folder import CONFIG_FILE, TINY_MODELS, Progress, read_json
 from kvferry.errors import ConfigError, HostError, PortInUseError
+from kvferry.serving.process import listen
 from kvferry.zeromq import is_loopback
 
 
@@ -27,20 +27,20 @@ def check_cluster(
     router: bool = True,
     is_here: bool = True,
 ) -> None:
-    """Checks connectors, keys and ports. Needs no model, and leaves nothing behind.
+    """Checks connectors, keys and ports. Needs no model, and leaves no files or sockets behind.
 
     Args:
         cluster: the cluster.
-        where: how the user finds the cluster, the name of its file say.
-        api_key: what engines will ask for at their HTTP servers.
-        router: whether it has a router.
-        is_here: whether this machine runs the engines; else other machines reach them, and their
-            ports cannot be tried here.
+        where: place of the cluster for error messages, such as the name of its file.
+        api_key: bearer token that the engines' HTTP servers will require; ``None`` for no check.
+        router: whether the cluster starts a router.
+        is_here: whether the engines run on this machine. If not, other machines reach the engines,
+            and their ports cannot be checked here.
 
     Raises:
-        PluginError, ConfigError: the first thing found wrong, with the engine's name.
-        PortInUseError: ports are taken; names all of them.
-        HostError: the router's address is not of this machine.
+        PluginError, ConfigError: the first problem, with the name of the engine.
+        PortInUseError: ports are taken; the message names all of them.
+        HostError: this machine does not have the router's address.
     """
     try:
         extras = check_plugins(cluster)
@@ -57,7 +57,7 @@ def _check_hosts(
     api_key: str | None,
     is_here: bool,
 ) -> None:
-    """Whoever reaches an engine's HTTP server may use it, unless it asks for a key."""
+    """Refuses engines that any client on the network could use without a key."""
     for engine in cluster.engines:
         if engine.nodes and is_here:
             raise ConfigError(
@@ -81,12 +81,12 @@ def check_ports(
     router: bool = True,
     engines: bool = True,
 ) -> None:
-    """Tries the ports that the cluster file names for the router and for the engines, where this
-    machine runs them. A process may still take one afterwards.
+    """Checks that the ports in the cluster file are free: the router's, and, if ``engines``, the
+    engines'. Another process may still take a port after this check.
 
     Raises:
-        PortInUseError: all ports that are taken, each with who wants it and the key it stands in.
-        HostError: the router's address is not of this machine.
+        PortInUseError: all taken ports, each with its owner and its key in the cluster file.
+        HostError: this machine does not have the router's address.
     """
     taken: list[str] = []
     try:
@@ -102,8 +102,8 @@ def check_ports(
             except PortInUseError as error:
                 taken.append(str(error))
             except HostError:
-                # ZeroMQ knows more forms of an address (names of interfaces); what it cannot use
-                # the engine reports.
+                # ZeroMQ accepts more kinds of addresses (names of interfaces). If ZeroMQ cannot use
+                # an address either, the engine reports the error.
                 continue
     if taken:
         raise PortInUseError("\n  ".join(taken))
@@ -112,7 +112,7 @@ def check_ports(
 def _engine_ports(engine: EngineConfig, extra: msgspec.Struct) -> Iterator[tuple[str, int, str]]:
     yield engine.host, engine.port, "port"
     host = getattr(extra, "host", None)
-    # A connector without a host does not listen: its kv_port means nothing.
+    # A connector without a host does not listen, so its kv_port has no meaning.
     if isinstance(host, str):
         yield "" if host == "*" else host, engine.transfer_config().kv_port, "kv_port"
 
@@ -123,7 +123,7 @@ def _try_port(host: str, port: int, who: str, key: str) -> None:
 
 
 def check_shapes(cluster: ClusterConfig, model: DecoderConfig, where: str = "") -> None:
-    """Checks every engine's shape, layout and blocks against the model.
+    """Checks the shape, layout and blocks of every engine against the model.
 
     Raises:
         ConfigError: an engine's shape does not fit the model.
@@ -136,7 +136,7 @@ def check_shapes(cluster: ClusterConfig, model: DecoderConfig, where: str = "") 
 
 
 def placed(error: ConfigError, where: str) -> ConfigError:
-    """``error`` with ``where`` in front; of the same kind."""
+    """A copy of ``error``, of the same class, with ``where`` before the message."""
     return type(error)(f"{where}: {error}") if where else error
 
 
@@ -145,20 +145,20 @@ class _HoldsKeys(Protocol):
     """Extra keys of a connector that signs tickets and may encrypt its control channel."""
 
     def key(self) -> bytes | None:
-        """The cluster's key."""
+        """The cluster key; ``None`` if no key is given."""
 
     def curve(self) -> object | None:
-        """The keys of the control channel."""
+        """The keys of the control channel; ``None`` if no keys are given."""
 
 
 def check_plugins(cluster: ClusterConfig) -> dict[str, msgspec.Struct]:
-    """Finds every engine's connector and checks its extra keys, before anything is started.
+    """Loads the connector of every engine and checks its extra keys.
 
     Returns:
-        Name of an engine → its connector's checked extra keys.
+        Engine name → the connector's checked extra keys.
 
     Raises:
-        PluginError, ConfigError: the first thing found wrong, with the engine's name.
+        PluginError, ConfigError: the first problem, with the name of the engine.
     """
     extras = {}
     for engine in cluster.engines:
@@ -172,10 +172,10 @@ def check_plugins(cluster: ClusterConfig) -> dict[str, msgspec.Struct]:
 
 
 def check_cluster_keys(cluster: ClusterConfig, extras: Mapping[str, msgspec.Struct]) -> None:
-    """Makes sure that all engines that sign tickets have the same key, or none was given one.
+    """Checks that all engines that sign tickets have the same cluster key, or all have none.
 
     Raises:
-        ConfigError: a file of keys cannot be used, or two engines' keys differ.
+        ConfigError: a key file cannot be used, or the keys of two engines differ.
     """
     held = [
         (engine.name, _key(engine.name, extra))
@@ -196,23 +196,23 @@ def check_cluster_keys(cluster: ClusterConfig, extras: Mapping[str, msgspec.Stru
 
 
 def control_keys(cluster: ClusterConfig) -> CurveKeys | None:
-    """The keys of the engines' control channels, if they have some that can be read here."""
+    """The keys of the engines' control channels; ``None`` if no keys can be read here."""
     for extra in check_plugins(cluster).values():
-        with contextlib.suppress(ConfigError):  # the files may lie on the engines' hosts alone
+        with contextlib.suppress(ConfigError):  # the files may exist only on the engines' hosts
             if isinstance(extra, _HoldsKeys) and isinstance(keys := extra.curve(), CurveKeys):
                 return keys
     return None
 
 
 def cluster_key(cluster: ClusterConfig, made: str | None) -> bytes | None:
-    """The key that all engines of a cluster sign with, the one made for this start if they were
-    given none; ``None`` where the key they were given cannot be read here.
+    """The key with which all engines of a cluster sign tickets. By default, the key ``made``, which
+    the launcher made for this start. ``None`` if the given key cannot be read here.
     """
     for extra in check_plugins(cluster).values():
         if isinstance(extra, _HoldsKeys):
             try:
                 key = extra.key()
-            except ConfigError:  # the file may lie on the engines' hosts alone
+            except ConfigError:  # the file may exist only on the engines' hosts
                 return None
             if key is not None:
                 return key
@@ -228,7 +228,7 @@ def _key(name: str, extra: _HoldsKeys) -> bytes | None:
 
 
 def with_cluster_key(engine: EngineConfig, key: str) -> EngineConfig:
-    """``engine``, its connector told the cluster's key if it takes one and was given none."""
+    """A copy of ``engine`` with the cluster key, if its connector takes a key and has none yet."""
     given = engine.kv_transfer_config.get("kv_connector_extra_config", {}).keys()
     if {"cluster_key", "cluster_key_file"} & given:
         return engine
@@ -236,12 +236,12 @@ def with_cluster_key(engine: EngineConfig, key: str) -> EngineConfig:
 
 
 def with_host(engine: EngineConfig, host: str) -> EngineConfig:
-    """``engine`` on the machine with the address ``host``; its connector listens there too."""
+    """A copy of ``engine`` for the host ``host``; its connector listens on this address too."""
     return _with_extra(msgspec.structs.replace(engine, host=host), "host", host)
 
 
 def _with_extra(engine: EngineConfig, name: str, value: str) -> EngineConfig:
-    """``engine``, its connector told an extra key if it knows it."""
+    """A copy of ``engine`` with an extra key for its connector, if the connector knows the key."""
     plugin = load_connector(engine.transfer_config())
     if name not in {field.encode_name for field in msgspec.structs.fields(plugin.ExtraConfig)}:
         return engine
@@ -251,7 +251,7 @@ def _with_extra(engine: EngineConfig, name: str, value: str) -> EngineConfig:
 
 
 def convert(model: ModelConfig, progress: Progress) -> Path:
-    """Converts a model unless that was done before; returns its folder.
+    """Converts a model, if this was not done before, and returns the folder with the result.
 
     Raises:
         ModelError: see :func:`~kvferry.engine.weights.prepare_model`.
@@ -267,9 +267,9 @@ def model_shape(
 ) -> DecoderConfig:
     """The config of a model.
 
-    A folder with a ``config.json`` is only looked at, and a random model is only drawn. A GGUF file
-    is converted, once: its header takes a third of that time to read, and the result is what
-    ``serve`` needs anyway.
+    For a folder with a ``config.json``, only this file is read. A random model is made but not
+    written. A GGUF file is converted once: reading its header alone would take a third of that
+    time, and ``serve`` needs the result anyway.
 
     Raises:
         ModelError: the model's files cannot be used.
@@ -279,7 +279,7 @@ def model_shape(
     if path.is_file():
         return parse_config(read_json(path), str(path))
     if model.source in TINY_MODELS:
-        from kvferry.engine.weights_sources import open_source  # loads torch
+        from kvferry.engine.weights_sources import open_source  # imports torch, which is slow
 
         return open_source(model.source, None).read(progress)[0]
     return load_model_config(convert(model, progress))

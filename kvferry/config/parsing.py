@@ -1,4 +1,4 @@
-"""Checks plain tables against structs, and says what is wrong with them in the user's words."""
+"""Checks plain tables against structs, with error messages in the user's words."""
 
 import difflib
 import functools
@@ -16,29 +16,29 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def parse_struct(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Checks ``values`` against the struct ``kind`` and builds it.
+    """Checks ``values`` against the struct ``kind`` and builds the struct.
 
-    Structs inside structs are checked the same way.
+    Nested structs are checked in the same way.
 
     Args:
-        kind: a msgspec Struct class; its fields are the known keys.
-        values: what the user wrote, as plain dicts, lists, strings and numbers.
-        where: how the user finds the place, for example ``"kv_connector_extra_config"``.
+        kind: a msgspec Struct class; the fields of the class are the known keys.
+        values: the user's table: plain dicts, lists, strings and numbers.
+        where: the place of the table for the user, for example ``"kv_connector_extra_config"``.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), a missing key, a wrong type or
-            a value out of its range.
+        ConfigError: an unknown key (with the nearest known key), a missing key, a wrong type, or
+            a value out of range.
     """
     check_table(values, where)
     _check_keys(kind, values, where)
-    decoder_for(kind)  # from here on threads may use it at once
+    decoder_for(kind)  # from here on, several threads may convert at once
     try:
         return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_explain(str(error), kind, values)}") from error
 
 
-#: Keys of earlier releases → what came of them.
+#: Keys of earlier releases → the reason why each key was removed.
 REMOVED_KEYS = {
     "strategy": "one rule chooses how cells come, and `kvferry plan` prints it with its reason",
     "calibration": "no costs of a machine are needed to choose how cells come",
@@ -46,7 +46,7 @@ REMOVED_KEYS = {
 
 
 def check_table(values: object, where: str) -> None:
-    """Raises ConfigError unless ``values`` is a mapping."""
+    """Raises a ConfigError if ``values`` is not a mapping."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}: expected a table of keys, got {shown(values)}")
 
@@ -70,7 +70,7 @@ def fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.inspect.Field, ...]:
 
 
 def _struct_in(hint: msgspec.inspect.Type) -> type[msgspec.Struct] | None:
-    """The struct that a field of this type holds, if it holds one."""
+    """The struct class in the type of a field; ``None`` if the type has no struct."""
     kinds = hint.types if isinstance(hint, msgspec.inspect.UnionType) else (hint,)
     for kind in kinds:
         if isinstance(kind, msgspec.inspect.StructType):
@@ -79,7 +79,7 @@ def _struct_in(hint: msgspec.inspect.Type) -> type[msgspec.Struct] | None:
 
 
 def unknown_key(key: str, known: list[str], where: str) -> str:
-    """What to tell about a key that is not one of ``known``."""
+    """The error message for a key that is not in ``known``."""
     if key in REMOVED_KEYS:
         return f"{where}: {key!r} is no key any more: {REMOVED_KEYS[key]}; delete it"
     near = difflib.get_close_matches(key[:_SHOWN_LENGTH], known, n=1, cutoff=0.6)
@@ -89,7 +89,7 @@ def unknown_key(key: str, known: list[str], where: str) -> str:
 
 
 def _explain(reason: str, kind: type[msgspec.Struct], values: Mapping[str, Any]) -> str:
-    """The reason msgspec gives, with the value that was written and, for a choice, the choices."""
+    """The error message of msgspec, with the user's value and, for a ``Literal``, the choices."""
     missing = re.fullmatch(r"Object missing required field `(\w+)`(?: - at `\$\.?(.*)`)?", reason)
     if missing:
         return f"{'.'.join(filter(None, (missing[2], missing[1])))} is missing"
@@ -104,7 +104,7 @@ def _explain(reason: str, kind: type[msgspec.Struct], values: Mapping[str, Any])
 
 
 def _written(values: Any, path: str) -> str:
-    """What was written at a path such as ``stop_token_ids[3]``, where it can be found."""
+    """The user's value at a path such as ``stop_token_ids[3]``; empty if there is no value."""
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
         try:
             values = values[int(index) if index else name]
@@ -124,20 +124,20 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _SHOWN_LENGTH
 
 
 def shown(value: object) -> str:
-    """``value`` in a message: its beginning, however long or deep it is."""
+    """A short representation of ``value`` for messages, at most 60 characters."""
     text = _SHORT.repr(value)
     return text if len(text) <= _SHOWN_LENGTH else f"{text[: _SHOWN_LENGTH - 3]}..."
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""``text`` from elsewhere, fit for a terminal and a log: what cannot be printed is escaped.
+    r"""Escapes the characters of ``text`` that a terminal or a log cannot print.
 
     >>> print(printable("one\x1b[31m\ntwo"))
     one\x1b[31m\ntwo
 
     Args:
-        text: a peer's or a client's.
-        keep: characters that stay, line feeds say.
+        text: text of a peer or a client.
+        keep: characters that are not escaped, such as line feeds.
     """
     if text.isprintable():
         return text

@@ -13,7 +13,6 @@ from kvferry.connectors.base import (
     ScheduledRequestView,
     SchedulerConnector,
     SchedulerOutputView,
-    TransferRecord,
     WorkerConnector,
     yield_req_data,
 )
@@ -22,6 +21,7 @@ from kvferry.connectors.registry import (
     get_kv_connector_cache_layout,
     load_connector,
 )
+from kvferry.observe.records import TransferRecord
 
 if TYPE_CHECKING:
     from kvferry.connectors.pull import PullConnector as PullConnector
@@ -48,7 +48,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for: an author's connector needs none of the one that ships.
+    # Imported on first use: a connector of another author needs no part of PullConnector.
     if name == "PullConnector":
         from kvferry.connectors.pull import PullConnector
 

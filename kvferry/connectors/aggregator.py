@@ -1,7 +1,8 @@
-"""Joins what the ranks of an engine reported in one step: one report per rank, by identity.
+"""Joins the reports of an engine's ranks for one step: one report per rank, by identity.
 
-A request is finished when each expected rank has reported it. A rank is its index in ``outputs``,
-so a rank that reports twice still counts once, and a dead rank keeps its place as ``None``.
+A request is finished when each expected rank has reported the request. A rank is its index in
+``outputs``, so a rank that reports twice still counts once, and a dead rank keeps its place as
+``None``.
 """
 
 import copy
@@ -15,21 +16,22 @@ from kvferry.connectors.base import KVConnectorOutput
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 65_536
-"""Finished ids remembered per direction; beyond it the oldest are forgotten."""
+"""Number of finished ids remembered per direction; beyond this number the oldest ids are
+forgotten."""
 
 
 class HasConnectorOutput(Protocol):
-    """What a rank returns for a step: anything that carries a connector's report."""
+    """Result of a rank for a step: any object with a connector's report."""
 
     kv_connector_output: KVConnectorOutput | None
 
 
 @runtime_checkable
 class CountsFinished(Protocol):
-    """A connector of which not every rank reports every request. Optional for plugins."""
+    """A connector in which only some ranks report each request. Optional for plugins."""
 
     def get_finished_count(self) -> int | None:
-        """How many ranks report each request; ``None`` for all of them."""
+        """Number of ranks that report each request; ``None`` for all ranks."""
 
 
 OutputT = TypeVar("OutputT", bound=HasConnectorOutput)
@@ -37,16 +39,16 @@ OutputT = TypeVar("OutputT", bound=HasConnectorOutput)
 
 @dataclass(slots=True)
 class _Ledger:
-    """Who reported what in one direction."""
+    """The reports of all ranks in one direction."""
 
     remembered: int
     pending: dict[str, tuple[int, set[int]]] = field(default_factory=dict)
-    """Request id → how many ranks must report it, and which have."""
+    """Request id → number of expected reports, and the ranks with a report so far."""
     finished: dict[str, None] = field(default_factory=dict)
     """Finished ids, oldest first."""
 
     def report(self, rank: int, request_ids: Iterable[str], expected: int) -> set[str]:
-        """Notes the reports of a rank; returns the requests that they complete."""
+        """Notes the reports of a rank; returns the requests completed by these reports."""
         completed = set()
         for request_id in request_ids:
             if request_id in self.finished:
@@ -72,17 +74,17 @@ class _Ledger:
 class KVOutputAggregator:
     """Joins the ranks' :class:`~kvferry.connectors.base.KVConnectorOutput` of each step.
 
-    State lives across steps: which ranks have reported which request, and which requests are
-    finished. Duplicates and late reports of a finished request change nothing, until
-    :meth:`forget` frees its id or :data:`REMEMBERED` more requests have finished. Not thread-safe.
+    State lives across steps: the ranks with a report for each request, and the finished requests.
+    Duplicates and late reports of a finished request change nothing, until :meth:`forget` frees the
+    id or :data:`REMEMBERED` more requests have finished. Not thread-safe.
     """
 
     def __init__(self, world_size: int, expected: int | None = None) -> None:
         """Builds an aggregator.
 
         Args:
-            world_size: ranks of the engine.
-            expected: how many of them report each request; all by default.
+            world_size: number of ranks of the engine.
+            expected: number of reports that complete a request; all ranks by default.
 
         Raises:
             ValueError: ``world_size`` is less than 1, or ``expected`` is not in 1 to
@@ -101,13 +103,14 @@ class KVOutputAggregator:
 
     @classmethod
     def from_connector(cls, connector: object | None, world_size: int) -> "KVOutputAggregator":
-        """An aggregator for an engine of ``world_size`` ranks.
+        """Builds an aggregator for an engine of ``world_size`` ranks.
 
         Args:
-            connector: a connector, its plugin class, or ``None``. Where it is a
-                :class:`CountsFinished` (a class with a ``get_finished_count`` class method, say)
-                that count is how many ranks report each request; otherwise all do.
-            world_size: ranks of the engine.
+            connector: a connector, its plugin class, or ``None``. If it is a
+                :class:`CountsFinished` (for example a class with a ``get_finished_count`` class
+                method), its count is the number of ranks that report each request; otherwise all
+                ranks report.
+            world_size: number of ranks of the engine.
 
         Raises:
             ValueError: see the constructor.
@@ -116,16 +119,16 @@ class KVOutputAggregator:
         return cls(world_size, expected)
 
     def aggregate(self, outputs: Sequence[OutputT | None], output_rank: int = 0) -> OutputT | None:
-        """Joins one step of all ranks.
+        """Joins the outputs of all ranks for one step.
 
         Args:
-            outputs: what each rank returned, by rank; ``None`` for a dead one.
-            output_rank: whose output to return.
+            outputs: the result of each rank, by rank; ``None`` for a dead rank.
+            output_rank: the rank whose output is returned.
 
         Returns:
-            A shallow copy of ``outputs[output_rank]`` with the joined report; the inputs stay as
-            they are. ``None`` if that rank is dead: the joined report is then part of the next
-            one that is returned.
+            A shallow copy of ``outputs[output_rank]`` with the joined report; the inputs are not
+            changed. ``None`` if this rank is dead: the joined report is then part of the next
+            returned output.
 
         Raises:
             ValueError: more outputs than the engine has ranks.
@@ -145,15 +148,15 @@ class KVOutputAggregator:
         return result
 
     def join(self, reports: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:
-        """Joins one step's reports, by rank; ``None`` from a rank that said nothing.
+        """Joins the reports of one step, by rank; ``None`` stands for a rank without a report.
 
-        - ``finished_sending`` and ``finished_recving`` hold the requests that this step completed.
-        - ``failed_recving`` holds those of ``finished_recving`` that failed on any rank.
+        - ``finished_sending`` and ``finished_recving`` hold the requests completed by this step.
+        - ``failed_recving`` holds the requests of ``finished_recving`` that failed on any rank.
         - ``invalid_block_ids`` are united at once: never later than their request is finished.
-        - Stats and progress are added; events and records concatenated by rank, and what ranks
-          have written united.
-        - ``expected_finished_count`` is set when it changed. Reports are read by rank; a change
-          holds for requests first reported by the same report or a later one.
+        - Stats, gauges and progress are added; events and records are concatenated by rank, and the
+          ``written`` maps of the ranks are united.
+        - ``expected_finished_count`` is set if the number changed. Reports are read by rank; a
+          change holds for requests first reported by the same report or a later report.
 
         Raises:
             ValueError: more reports than the engine has ranks.
@@ -175,24 +178,24 @@ class KVOutputAggregator:
             self._failed.update(report.failed_recving or ())
             _add(joined, report)
         joined.failed_recving = self._failed & joined.finished_recving
-        # Whatever fails after its request has finished is a late report.
+        # A failure reported after the end of the request is a late report.
         self._failed = {failed for failed in self._failed if failed not in self._recving.finished}
         if self._expected != before:
             joined.expected_finished_count = self._expected
         return joined
 
     def forget(self, request_id: str) -> None:
-        """Frees an id: the next report of it is of something new.
+        """Frees an id: the next report of this id belongs to a new request or load.
 
-        Call it when a new request takes an id that was used before, and before a request loads a
-        second time (after a preemption, say).
+        Call the method before a new request takes a used id, and before a request loads a second
+        time (after a preemption, for example).
         """
         self._sending.forget(request_id)
         self._recving.forget(request_id)
         self._failed.discard(request_id)
 
     def waiting_for(self, request_id: str) -> frozenset[int]:
-        """Ranks that have not reported a request that others have: whom it waits for."""
+        """Ranks without a report of a request that other ranks have reported."""
         reported: set[int] = set()
         for ledger in (self._sending, self._recving):
             reported |= ledger.pending.get(request_id, (0, set()))[1]
@@ -210,7 +213,7 @@ class KVOutputAggregator:
 
 
 def _add(joined: KVConnectorOutput, report: KVConnectorOutput) -> None:
-    """Adds what needs no ledger; ``report`` stays as it is."""
+    """Adds the fields that need no ledger; ``report`` is not changed."""
     joined.invalid_block_ids |= report.invalid_block_ids or set()
     for name, value in (report.kv_connector_stats or {}).items():
         joined.kv_connector_stats[name] = joined.kv_connector_stats.get(name, 0) + value
@@ -226,7 +229,7 @@ def _add(joined: KVConnectorOutput, report: KVConnectorOutput) -> None:
 
 
 def _merged(earlier: KVConnectorOutput, later: KVConnectorOutput) -> KVConnectorOutput:
-    """Two steps in one report; progress and gauges are those of the later."""
+    """Two steps in one report; progress and gauges come from the later step."""
     merged = KVConnectorOutput(
         finished_sending=earlier.finished_sending | later.finished_sending,
         finished_recving=earlier.finished_recving | later.finished_recving,

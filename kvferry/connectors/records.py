@@ -1,11 +1,11 @@
-"""Compares what was lent with what arrived, cell by cell, through digests."""
+"""Compares the lent cells with the received cells, by digests."""
 
 from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.connectors.base import TransferRecord
+from kvferry.observe.records import TransferRecord
 
 
 def digest_mismatch(
@@ -14,11 +14,11 @@ def digest_mismatch(
     """The first token whose cells differ between source and target.
 
     Args:
-        sent: the records of one lease of all ranks of the source, direction ``send``.
-        received: those of all ranks of the target, direction ``recv``.
+        sent: the records of one lease from all ranks of the source, direction ``send``.
+        received: the records of this lease from all ranks of the target, direction ``recv``.
 
     Returns:
-        The token's position; ``None`` if every token that moved arrived bit for bit.
+        Position of the token; ``None`` if every moved token arrived bit for bit.
 
     Raises:
         ValueError: a side has no record, or a record has no digests, or the spans do not fit.
@@ -36,7 +36,7 @@ def digest_mismatch(
 
 
 def _sum(records: Iterable[TransferRecord], direction: str) -> tuple[int, npt.NDArray[np.uint64]]:
-    """First token, and per token the sum over the ranks, modulo 2**64."""
+    """The first token, and for each token the sum of its digests over the ranks, modulo 2**64."""
     total: npt.NDArray[np.uint64] | None = None
     first = 0
     for record in records:

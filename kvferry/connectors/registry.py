@@ -1,4 +1,4 @@
-"""Finds a connector by what the user wrote, and prepares what its halves are built from."""
+"""Finds the configured connector, and prepares the context from which its halves are built."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ DEFAULT_CACHE_LAYOUT = "NHD"
 def load_connector(config: KVTransferConfig) -> type[KVConnector]:
     """The plugin class that ``kv_connector`` names; its module is imported now.
 
-    With ``kv_connector_module_path`` it is a class of that module, even where an installed plugin
-    has the same name; otherwise an entry point of the group ``kvferry.connectors``.
+    With ``kv_connector_module_path`` the class comes from this module, even if an installed plugin
+    has the same name; otherwise from an entry point of the group ``kvferry.connectors``.
 
     Raises:
-        PluginError: it is unknown or does not load, is no :class:`KVConnector`, or does not
-            declare its ``ExtraConfig`` and ``Metadata``.
+        PluginError: the connector is unknown or does not load, is no :class:`KVConnector`, or does
+            not declare its ``ExtraConfig`` and ``Metadata``.
     """
     if config.kv_connector_module_path is not None:
         found = load_from_module(config.kv_connector_module_path, config.kv_connector, KVConnector)
@@ -39,10 +39,10 @@ def get_kv_connector_cache_layout(config: KVTransferConfig | None = None) -> str
     """The layout in which an engine should keep its cache for a connector.
 
     Args:
-        config: names the connector; ``None`` for an engine without one.
+        config: names the connector; ``None`` for an engine without a connector.
 
     Returns:
-        What the connector requires, or NHD: its name or order.
+        Name or dim order of the required layout, or NHD.
 
     Raises:
         PluginError: see :func:`load_connector`.
@@ -64,16 +64,18 @@ def connector_context(
     """Loads the connector and checks its extra keys.
 
     Args:
-        config: what the user wrote.
-        incarnation: random per start of the engine; the same in all its processes.
+        config: the user's configuration.
+        incarnation: random name of this start of the engine; the same in all processes of the
+            engine.
         groups: one geometry per KV cache group.
         model: fingerprint of model and weights.
         num_blocks: KV blocks per rank, the null block included.
-        world_size: ranks of the engine.
-        layer_windows: layer of the model → its sliding window; without the layers that see all.
+        world_size: number of ranks of the engine.
+        layer_windows: layer of the model → its sliding window in tokens; layers with attention to
+            all tokens are left out.
 
     Returns:
-        The plugin class and what its ``scheduler`` and ``worker`` factories take.
+        The plugin class, and the context that its ``scheduler`` and ``worker`` factories take.
 
     Raises:
         PluginError: see :func:`load_connector`.

@@ -1,1 +1,1 @@
-"""The control channel: messages, handshake, leases, tickets. Sockets load only when asked for."""
+"""The control channel: messages, handshake, leases, tickets. Importing it loads no sockets."""

@@ -1,16 +1,17 @@
-"""Asks: who wants the lease of a transfer, before its source can grant one, and what became of it.
+"""Asks: the targets that want the lease of a transfer before the source can grant a lease.
 
-A router that sends a request to a prefill and a decode engine at once gives both a
-:class:`~kvferry.control.tickets.Transfer`. The target asks the source for the ticket, with a proof
-that the router sent it. The source may not have heard of the request, or still compute it; it tells
-every asker as soon as there is a ticket, or it is certain that there will be none::
+A router that sends a request to a prefill engine and a decode engine at once gives both engines a
+:class:`~kvferry.control.tickets.TransferId`. The target asks the source for the ticket, with a
+proof that the router sent the transfer. The source may not have the request yet, or may still
+compute it. The source tells every asking target as soon as there is a ticket, or as soon as it is
+certain that there will be no ticket::
 
     unknown ──the request comes──> coming ──a lease is granted──> lent ──it ends──> never
        │                             │ └<── it is revoked, another will follow ─┘      │
        │                             └────────── it is certain that none will be ──────┘
        └─ forgotten after KEPT_S, as is never
 
-Nothing here grants, takes or frees anything: a ticket that came so is a ticket like any other.
+This module grants, takes and frees nothing: a ticket from an ask is a ticket like any other.
 """
 
 import hmac
@@ -24,55 +25,55 @@ from msgspec.structs import replace
 
 from kvferry.control.messages import Ask, Asked, AskState
 from kvferry.control.proofs import prove
-from kvferry.control.tickets import Transfer, transfer_secret
+from kvferry.control.tickets import TransferId, transfer_secret
 
 KEPT_S = 60.0
-"""Seconds for which an ask for an unknown transfer is remembered, and that nothing was lent."""
+"""Seconds for which the source remembers an ask for an unknown transfer, or a refused transfer."""
 MAX_UNKNOWN = 1024
-"""Transfers that are remembered although no request here has them; the oldest make room."""
+"""Largest number of remembered transfers without a request; the oldest transfer makes room."""
 MAX_ASKERS = 4
-"""Connections that are told of one transfer; the oldest makes room."""
+"""Largest number of connections that hear about a transfer; the oldest connection makes room."""
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """What is known of one."""
+    """The state of a transfer."""
 
     heard: float
-    """Clock reading at which it was last spoken of."""
+    """Clock reading of the last message about the transfer."""
     secret: bytes | None
-    """``None`` until its request has come, where there is no cluster key to make it from."""
+    """Secret of the transfer; without a cluster key, ``None`` until the request arrives."""
     answer: Asked
-    """What who asks now is told."""
+    """Answer to the next ask for this transfer."""
     askers: OrderedDict[bytes, Ask] = field(default_factory=OrderedDict)
-    """Connection → the last ask on it."""
+    """Connection → last ask on this connection."""
 
 
 def ask_proof(secret: bytes, ask: Ask) -> bytes:
-    """The proof that an ask carries: its sender was given the transfer by the router."""
+    """The proof of an ask: the router gave the transfer to the sender of the ask."""
     said = (ask.engine_id, ask.incarnation, ask.source_incarnation)
     return prove(secret, "Ask", ask.transfer_id, *said)
 
 
 class AskTable:
-    """The transfers of one source that somebody may ask for. Thread-safe; nothing waits."""
+    """The transfers of a source for which targets may ask. Thread-safe; no method waits."""
 
     def __init__(self, key: bytes | None, clock: Callable[[], float] = time.monotonic) -> None:
         """Args:
-        key: the cluster's, from which the secret of any transfer follows; ``None`` where there is
-            none, so that an ask is judged only once the request itself has brought the secret.
-        clock: seconds that never run backwards.
+        key: the key of the cluster, from which the secret of any transfer derives. Without a key
+            (``None``), the source can check an ask only after the request has brought the secret.
+        clock: monotonic clock, in seconds.
         """
         self._key = key
         self._clock = clock
         self._lock = threading.Lock()
         self._known: dict[str, _Transfer] = {}
-        """Those of live requests and open leases; as many as the engine has of them."""
+        """Transfers of live requests and open leases, and at most as many as there are of these."""
         self._unknown: OrderedDict[str, _Transfer] = OrderedDict()
-        """Those that no request here has, or has any more; the one spoken of last is the last."""
+        """Transfers without a live request; the transfer with the latest message is last."""
 
     def ask(self, ask: Ask, connection: bytes) -> Asked | None:
-        """Answers an ask, and remembers where to tell more; ``None`` if the proof is wrong."""
+        """Answers an ask and remembers its connection for news; ``None`` if the proof is wrong."""
         with self._lock:
             now = self._clock()
             one = self._known.get(ask.transfer_id) or self._unknown.get(ask.transfer_id)
@@ -93,16 +94,16 @@ class AskTable:
                 one.askers.popitem(last=False)
             return replace(one.answer, id=ask.id)
 
-    def expect(self, transfer: Transfer) -> list[bytes]:
-        """A request with this transfer has come, and is going to be lent.
+    def expect(self, transfer: TransferId) -> list[bytes]:
+        """Records that a request with this transfer has arrived and will be lent.
 
         Returns:
-            The connections on which somebody asked for it without a right to.
+            The connections whose asks had no valid proof.
         """
         with self._lock:
             name = transfer.transfer_id
             if name in self._known:
-                return []  # the router gives each to one request
+                return []  # the router gives each transfer to a single request
             one = self._unknown.pop(name, None)
             answer = Asked(id=0, transfer_id=name, state=AskState.COMING)
             if one is None:
@@ -114,11 +115,17 @@ class AskTable:
             self._known[name] = one
             return wrong
 
+    def is_asked(self, transfer_id: str) -> bool:
+        """Whether a target has asked for an expected transfer, with a valid proof."""
+        with self._lock:
+            one = self._known.get(transfer_id)
+            return one is not None and bool(one.askers)
+
     def lend(self, transfer_id: str, ticket: str) -> tuple[list[bytes], Asked]:
-        """A lease was granted.
+        """Records the ticket of a granted lease.
 
         Returns:
-            The connections on which to tell who asked, and what.
+            The connections of the asking targets, and the answer for them.
         """
         with self._lock:
             answer = Asked(id=0, transfer_id=transfer_id, state=AskState.LENT, ticket=ticket)
@@ -129,13 +136,18 @@ class AskTable:
             return list(one.askers), answer
 
     def recall(self, transfer_id: str) -> None:
-        """The lease that was granted is about to be revoked, and another one will be."""
+        """Records that the granted lease is about to be revoked and another lease will follow.
+
+        Returns:
+            See :meth:`lend`.
+        """
         with self._lock:
             if (one := self._known.get(transfer_id)) is not None:
                 one.answer = Asked(id=0, transfer_id=transfer_id, state=AskState.COMING)
 
     def deny(self, transfer_id: str, reason: str) -> tuple[list[bytes], Asked]:
-        """Nothing will be lent, or is any more; nobody is told if that was known.
+        """Records that nothing is lent, now or later. Targets that already know this are not told
+        again.
 
         Returns:
             See :meth:`lend`.
@@ -145,7 +157,7 @@ class AskTable:
             one = self._known.pop(transfer_id, None)
             if one is None:
                 return [], answer
-            # Who was told of the lease hears of its end as everybody does who has a ticket.
+            # A target that was told of the lease learns of its end like every target with a ticket.
             told = [] if one.answer.state is AskState.LENT else list(one.askers)
             one.answer, one.heard = answer, self._clock()
             one.askers.clear()
@@ -155,7 +167,7 @@ class AskTable:
             return told, answer
 
     def expire(self) -> None:
-        """Forgets what is unknown and was not spoken of for long."""
+        """Forgets unknown transfers without a message for :data:`KEPT_S` seconds."""
         with self._lock:
             oldest = self._clock() - KEPT_S
             while self._unknown and next(iter(self._unknown.values())).heard <= oldest:

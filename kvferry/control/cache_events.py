@@ -1,19 +1,20 @@
-"""KV cache events on ZeroMQ: one engine publishes, any number of routers and indexes listen.
+"""KV cache events on ZeroMQ: an engine publishes, and any number of routers and indexes listen.
 
-Sockets and frames are those of vLLM's publisher, so that its consumers work:
+Sockets and frames are the same as in vLLM's publisher, so that its consumers work:
 
 ======  ===============================================================================
 PUB     topic, sequence number, batch: one message per engine step with news
-ROUTER  asked with the first sequence number that is wanted, behind an empty frame; answers
-        with the batches from there on that are still kept, each like the PUB's behind an
-        empty frame, and at last with sequence number -1 and an empty batch
+ROUTER  a listener sends an empty frame and the first sequence number that it wants; the
+        publisher answers with the batches from this number on that it still keeps, each
+        like the PUB's behind an empty frame, and then with sequence number -1 and an
+        empty batch
 ======  ===============================================================================
 
 A sequence number is 8 bytes, big-endian, signed. A batch is the MessagePack of a
-:class:`~kvferry.cache.events.KVEventBatch`. Nothing is confirmed: PUB drops what a slow listener
-cannot take, and what comes before a listener is connected. The listener sees the gap in the numbers
-and asks for the rest; it also asks at its start, and whenever it has heard nothing for a while.
-Events hold the tokens of prompts, and anyone who can connect may read them.
+:class:`~kvferry.cache.events.KVEventBatch`. Nothing is confirmed: PUB drops messages that a slow
+listener cannot take, and messages from before the listener was connected. A listener sees the gap
+in the sequence numbers and asks for the missing batches. It also asks at its start, and after each
+long silence. Events contain the tokens of prompts; every program that can connect may read them.
 """
 
 import logging
@@ -38,7 +39,7 @@ from kvferry.zeromq import Context, Socket, connect, listen, tcp_address
 logger = logging.getLogger(__name__)
 
 QUIET_S = 5.0
-"""Seconds of silence after which a listener asks whether it has missed something."""
+"""Seconds of silence after which a listener asks whether it has missed a batch."""
 
 _END = -1
 _batch: msgspec.msgpack.Decoder[KVEventBatch] = msgspec.msgpack.Decoder(KVEventBatch)
@@ -49,21 +50,21 @@ def _packed(number: int) -> bytes:
 
 
 class _Replay(Closing):
-    """Keeps the youngest batches, and a thread that sends them to those who missed some."""
+    """Keeps the latest batches, and a thread that sends them to listeners that missed some."""
 
     def __init__(self, router: Socket, steps: int, topic: bytes) -> None:
         self._router = router
         self._topic = topic
-        self._lock = threading.Lock()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=steps)
+        self.lock = threading.Lock()
+        self.kept: deque[tuple[int, bytes]] = deque(maxlen=steps)
         self._mailbox = Mailbox("events", poller=zmq.Poller())
         self._mailbox.watch(router, self._serve)
         self._mailbox.start()
 
     def keep(self, number: int, batch: bytes) -> None:
-        """Remembers a batch; from the publisher's thread."""
-        with self._lock:
-            self._kept.append((number, batch))
+        """Remembers a batch; called on the publisher's thread."""
+        with self.lock:
+            self.kept.append((number, batch))
 
     def close(self) -> None:
         """Ends the thread. Idempotent."""
@@ -74,7 +75,7 @@ class _Replay(Closing):
             self._answer(self._router.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
             return
-        except zmq.ZMQError as error:  # that listener is gone; the others go on
+        except zmq.ZMQError as error:  # this listener is gone; the other listeners go on
             logger.warning("a replay of KV cache events was broken off: %s", error)
 
     def _answer(self, frames: list[bytes]) -> None:
@@ -82,19 +83,19 @@ class _Replay(Closing):
             logger.warning("a request for KV cache events was not understood, and is ignored")
             return
         first = int.from_bytes(frames[2], "big", signed=True)
-        with self._lock:
-            missed = [kept for kept in self._kept if kept[0] >= first]
+        with self.lock:
+            missed = [kept for kept in self.kept if kept[0] >= first]
         for number, batch in missed:
             self._send(frames[0], self._topic, number, batch)
         self._send(frames[0], b"", _END, b"")
 
     def _send(self, client: bytes, topic: bytes, number: int, batch: bytes) -> None:
-        # Without ROUTER_MANDATORY, what does not fit is dropped: the listener sees a gap.
+        # Without ROUTER_MANDATORY, ZeroMQ drops messages that do not fit: the listener sees a gap.
         self._router.send_multipart((client, b"", topic, _packed(number), batch), zmq.NOBLOCK)
 
 
 class CacheEventPublisher(Closing):
-    """The sending end. Belongs to the engine's thread, which it never keeps waiting."""
+    """The sending end. Belongs to the engine's thread, which never waits for it."""
 
     def __init__(self, config: KVEventsConfig) -> None:
         """Listens and returns.
@@ -105,75 +106,77 @@ class CacheEventPublisher(Closing):
         """
         self._config = config
         self._topic = config.topic.encode()
-        self._next = 0
-        self._replay: _Replay | None = None
+        self.next_number = 0
+        self.replay: _Replay | None = None
         self.replay_endpoint: str | None = None
-        """Where listeners on this machine ask for what they missed, if they can."""
+        """Address at which listeners on this machine ask for missed batches; ``None`` if they
+        cannot."""
         self._context: Context = zmq.Context()
         try:
-            self._publisher = self._context.socket(zmq.PUB)
-            self._publisher.setsockopt(zmq.SNDHWM, config.hwm)
-            self.endpoint = _listen(self._publisher, config.endpoint, "kv_events.endpoint")
-            """Where they subscribe."""
+            self.socket = self._context.socket(zmq.PUB)
+            self.socket.setsockopt(zmq.SNDHWM, config.hwm)
+            self.endpoint = _listen(self.socket, config.endpoint, "kv_events.endpoint")
+            """Address at which listeners on this machine subscribe."""
             if config.replay_endpoint is not None:
                 router = self._context.socket(zmq.ROUTER)
                 router.setsockopt(zmq.MAXMSGSIZE, 1024)  # a request is 8 bytes
-                # One whole replay fits. Who asks again without reading gets no more memory.
+                # A whole replay fits. A listener that asks again without reading gets no more
+                # memory.
                 router.setsockopt(zmq.SNDHWM, config.buffer_steps + 1)
                 self.replay_endpoint = _listen(
                     router, config.replay_endpoint, "kv_events.replay_endpoint"
                 )
-                self._replay = _Replay(router, config.buffer_steps, self._topic)
+                self.replay = _Replay(router, config.buffer_steps, self._topic)
         except BaseException:
             self._context.destroy(linger=0)
             raise
 
     def publish(self, events: Sequence[KVCacheEvent]) -> None:
-        """Sends the events of one step as one batch; nothing without events."""
+        """Sends the events of a step as a batch; sends nothing without events."""
         if not events:
             return
         if self._config.block_hashes == "uint64":
             events = [with_short_hashes(event) for event in events]
-        # The rank is that of this scheduler among its engine's: there is one.
+        # The rank of this scheduler among the engine's schedulers; there is only one.
         batch = KVEventBatch(ts=time.time(), events=list(events), data_parallel_rank=0)
         data = msgspec.msgpack.encode(batch)
-        number, self._next = self._next, self._next + 1
-        if self._replay is not None:
-            self._replay.keep(number, data)  # first: who sees the message may ask for it
+        number, self.next_number = self.next_number, self.next_number + 1
+        if self.replay is not None:
+            self.replay.keep(number, data)  # first: a listener of the message may ask for it
         try:
-            self._publisher.send_multipart((self._topic, _packed(number), data), zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # listeners see a gap; the engine computes on
+            self.socket.send_multipart((self._topic, _packed(number), data), zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # listeners see a gap; the engine continues
             logger.warning("KV cache events of batch %d were not sent: %s", number, error)
 
     def close(self) -> None:
-        """Stops listening; what listeners have not got yet is lost. Idempotent."""
-        if self._replay is not None:
-            self._replay.close()
+        """Stops listening; messages that listeners have not received yet are lost. Idempotent."""
+        if self.replay is not None:
+            self.replay.close()
         self._context.destroy(linger=0)
 
 
 def _listen(socket: Socket, address: str, key: str) -> str:
-    """Binds a socket, and says where listeners on this machine find it."""
+    """Binds a socket and returns its address for listeners on this machine."""
     host, port = split_endpoint(address)
     return tcp_address("127.0.0.1" if host == "*" else host, listen(socket, host, port, key))
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedEvents:
-    """One batch, as a listener gets it."""
+    """A batch received by a listener."""
 
     number: int
-    """Of the publisher's batches, 0 the first since its start."""
+    """Number of the batch at its publisher; the first batch since the publisher's start has 0."""
     batch: KVEventBatch
     is_gapless: bool
-    """Whether it follows the batch before it. If not, forget what you know of the engine: events
-    in between are lost, or the engine was started anew."""
+    """Whether the batch follows the batch before it. If not, the listener must forget its knowledge
+    of the engine: events in between are lost, or the engine was restarted."""
 
 
 class CacheEventSubscriber(Closing):
-    """The listening end, for one engine: its batches in order, with those that were missed.
+    """The listening end, for an engine: its batches in order, including batches that were missed.
 
-    Belongs to one thread.
+    Belongs to a single thread.
     """
 
     def __init__(
@@ -187,13 +190,14 @@ class CacheEventSubscriber(Closing):
         """Connects, now or as soon as there is a publisher, and returns.
 
         Args:
-            endpoint: what the engine publishes on, ``tcp://host:port``.
-            replay_endpoint: where it answers for what was missed; without it gaps stay gaps.
-            topic: what the publisher's topic begins with.
+            endpoint: address at which the engine publishes, ``tcp://host:port``.
+            replay_endpoint: address at which the engine sends missed batches; without it, gaps
+                stay.
+            topic: prefix of the publisher's topic.
             replay_timeout_s: seconds to wait for each batch of a replay.
 
         Raises:
-            ValueError: an endpoint is not of that form.
+            ValueError: an endpoint does not have this form.
         """
         publisher = split_endpoint(endpoint)
         self._replay_endpoint = None if replay_endpoint is None else split_endpoint(replay_endpoint)
@@ -202,18 +206,18 @@ class CacheEventSubscriber(Closing):
         self._ready: deque[ReceivedEvents] = deque()
         self._expected = 0
         self._last_ts = 0.0
-        """Of the batch before the expected one."""
+        """Timestamp of the batch before the expected batch."""
         self._is_gapless = True
-        """Whether nothing is lost before the next batch."""
+        """Whether no batch is lost before the next batch."""
         self._held: tuple[int, KVEventBatch] | None = None
-        """What was published behind a gap that a replay may fill."""
+        """Number and batch published behind a gap, which a replay may fill."""
         self._replay: Socket | None = None
-        """Of the replay under way."""
+        """Socket of the replay under way."""
         self._anchor: tuple[int, float] | None = None
-        """Number and time of the batch that the replay under way must begin with: with another
-        one, the engine was started anew. ``None`` once that is settled."""
+        """Number and time of the batch with which the replay under way must begin. A replay that
+        begins with another batch shows that the engine was restarted. ``None`` after this check."""
         self._turn_at = math.inf if replay_endpoint is None else 0.0
-        """Clock reading at which a replay begins, or the one under way is given up."""
+        """Clock reading at which a replay begins, or at which the replay under way is given up."""
         self._context: Context = zmq.Context()
         self._subscriber = self._context.socket(zmq.SUB)
         self._subscriber.setsockopt(zmq.SUBSCRIBE, self._topic)
@@ -222,11 +226,11 @@ class CacheEventSubscriber(Closing):
     def receive(self, timeout_s: float) -> ReceivedEvents | None:
         """The next batch, or ``None`` if none comes within ``timeout_s`` seconds.
 
-        That batches were missed shows when a later one arrives, and else within some
-        :data:`QUIET_S` where there is a ``replay_endpoint``.
+        The subscriber notices missed batches when a later batch arrives; with a
+        ``replay_endpoint``, it also notices within a few :data:`QUIET_S`.
 
         Raises:
-            DecodeError: the publisher sent what is no batch. It counts as missed.
+            DecodeError: the publisher sent bytes that are no batch. They count as a missed batch.
         """
         deadline = time.monotonic() + timeout_s
         while not self._ready:
@@ -245,9 +249,9 @@ class CacheEventSubscriber(Closing):
         self._context.destroy(linger=0)
 
     def _hear(self, timeout_s: float) -> bool:
-        """Takes in one message; whether one came in time."""
+        """Takes a message; returns whether a message came in time."""
         poller = zmq.Poller()
-        # What is published behind a gap waits in its socket.
+        # Messages that are published behind a gap wait in their socket.
         for target in (self._replay, self._subscriber if self._held is None else None):
             if target is not None:
                 poller.register(target, zmq.POLLIN)
@@ -264,7 +268,7 @@ class CacheEventSubscriber(Closing):
         return True
 
     def _take(self, number: int, batch: KVEventBatch) -> None:
-        """Of what is published."""
+        """Takes a published batch."""
         if number < self._expected:
             if batch.ts <= self._last_ts:
                 return  # a replay was faster
@@ -273,7 +277,7 @@ class CacheEventSubscriber(Closing):
             self._put(number, batch)
         else:
             self._held = number, batch
-            self._ask()  # again, where a replay is under way: it may have been asked before
+            self._ask()  # again even during a replay: that replay may have been requested too early
 
     def _put(self, number: int, batch: KVEventBatch) -> None:
         is_gapless = self._is_gapless and number == self._expected
@@ -281,14 +285,14 @@ class CacheEventSubscriber(Closing):
         self._expected, self._last_ts, self._is_gapless = number + 1, batch.ts, True
 
     def _start_anew(self) -> None:
-        """The engine was started anew, and counts from 0 again."""
+        """Records that the engine was restarted, and counts from 0 again."""
         self._expected, self._is_gapless = 0, False
 
     def _ask(self) -> None:
-        """Has everything sent again from the last batch on, which tells the publisher's start."""
+        """Requests all batches from the last batch on, which shows a restart of the publisher."""
         self._close_replay()
         assert self._replay_endpoint is not None
-        # A socket for each replay: the rest of one that was given up cannot enter the next.
+        # Each replay has its own socket: the rest of an abandoned replay cannot enter the next.
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.RCVHWM, 0)
         dealer.setsockopt(zmq.LINGER, 0)
@@ -303,7 +307,7 @@ class CacheEventSubscriber(Closing):
         if len(frames) == 3 and frames[1] == _packed(_END):
             if self._anchor is None:
                 self._end_replay()
-            else:  # it has published fewer batches than we heard
+            else:  # the engine has published fewer batches than we received
                 self._start_anew()
                 self._ask()
             return
@@ -320,7 +324,7 @@ class CacheEventSubscriber(Closing):
             self._ask()
             return
         if anchor is not None and number > anchor[0]:
-            self._is_gapless = False  # the batch that would tell is no longer kept
+            self._is_gapless = False  # the batch that would show a restart is no longer kept
         if number >= self._expected and (self._held is None or number < self._held[0]):
             self._put(number, batch)
 

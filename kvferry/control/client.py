@@ -1,17 +1,18 @@
 """The asking end of the control channel.
 
-Every request returns a :class:`concurrent.futures.Future` at once and may be made from any thread;
-it leaves on that thread::
+Every request returns a :class:`concurrent.futures.Future` at once. Any thread may make a request,
+and the request is sent on this thread::
 
     any thread      renew(), finish(), ... ──▶ send ─────────────────────────▶ server
     any thread      pump() ──▶ takes the answers that have come ──▶ futures ◀── server
     client thread   sleeps until an answer comes, a connection breaks or a call is overdue
 
-Whoever takes an answer completes its future, and so runs its callbacks: keep them short.
+The thread that takes an answer completes the future and runs the callbacks of the future; therefore
+callbacks must be short.
 
-A connection that breaks fails everything asked on it at once and is dropped with all that was
-queued on it; the next request opens a new one. So a request is never delivered long after its
-caller has given it up, and nothing reconnects in the background.
+If a connection breaks, all open requests on this connection fail at once, and everything queued on
+it is dropped; the next request opens a new connection. Therefore no request is delivered long after
+its caller has given up, and no connection is restored in the background.
 """
 
 import itertools
@@ -31,7 +32,7 @@ from msgspec.structs import replace
 from kvferry.control.asks import ask_proof
 from kvferry.control.connection import Call, Connection, Ended, News, expect, finish_answers
 from kvferry.control.handshake import compare, unproved_heads, validate
-from kvferry.control.links import Network, ZmqNetwork
+from kvferry.control.links import ControlNetwork, ZmqNetwork
 from kvferry.control.messages import (
     Ask,
     Asked,
@@ -57,7 +58,7 @@ from kvferry.control.messages import (
 from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.control.peers import PeerTable
 from kvferry.control.proofs import prove
-from kvferry.control.tickets import Transfer
+from kvferry.control.tickets import TransferId
 from kvferry.errors import (
     CancelledError,
     IncompatibleError,
@@ -75,20 +76,21 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_PUMPED = 32
-"""Connections that :meth:`ControlClient.pump` looks at: an engine calls it in every step, and after
-a storm hundreds owe an answer. What it leaves the client's thread takes."""
+"""Largest number of connections that one call of :meth:`ControlClient.pump` reads. An engine calls
+``pump`` in every step, and after a storm hundreds of connections owe an answer. The client's thread
+reads the other connections."""
 
 _Send: TypeAlias = Callable[[Connection, Call[Any]], Ended | None]
-"""How a call is sent on a connection; ``None`` says that the connection has broken."""
+"""Sends a call on a connection; returns ``None`` if the connection has broken."""
 
 
 class ControlClient(Closing):
     """Speaks for one process of an engine with the control servers of other engines.
 
-    An ``address`` is ``host:port``; a :class:`ValueError` says that one is not. Any future may
-    raise ``PeerLostError`` (nobody there, the connection broke, no answer in time, keys that do
-    not fit), ``ProtocolError`` (what came is no answer) or ``CancelledError`` (the client was
-    closed). All methods may be called from any thread.
+    An ``address`` is ``host:port``; an invalid address raises :class:`ValueError`. Any future may
+    raise ``PeerLostError`` (no server there, the connection broke, no answer in time, wrong keys),
+    ``ProtocolError`` (the bytes are no answer) or ``CancelledError`` (the client was closed). Any
+    thread may call any method.
     """
 
     def __init__(
@@ -98,22 +100,24 @@ class ControlClient(Closing):
         incarnation: str,
         options: ControlOptions | None = None,
         peers: PeerTable | None = None,
-        network: Network | None = None,
+        network: ControlNetwork | None = None,
         clock: Callable[[], float] = time.monotonic,
         mailbox: Callable[..., Mailbox] = Mailbox,
     ) -> None:
         """Args:
-        engine_id: the engine that this process is part of.
-        incarnation: this start of it.
+        engine_id: the engine of this process.
+        incarnation: the present incarnation of this engine.
         options: timeouts, limits, keys.
-        peers: where to enter the engines that handshakes succeed with, ``ControlServer.peers``
-            of the same engine, so that its status shows them.
-        network: makes links to servers, and is ours from now on; ZeroMQ's unless given.
-        clock: seconds that never run backwards.
-        mailbox: makes its thread.
+        peers: table that receives the engines of successful handshakes; ``ControlServer.peers`` of
+            the same engine, so that the engine's status shows them.
+        network: makes links to servers; the client closes it. ZeroMQ by default.
+        clock: monotonic clock, in seconds.
+        mailbox: makes the mailbox with the client's thread.
         """
         self._engine_id = engine_id
-        self._incarnation = incarnation
+        self.incarnation = incarnation
+        """The present incarnation of this engine; messages sent later name the incarnation of
+        then."""
         self._options = options or ControlOptions()
         self._peers = peers
         self._network = network or ZmqNetwork(self._options)
@@ -121,36 +125,36 @@ class ControlClient(Closing):
         self._lock = threading.Lock()
         self._closing = False
         self._connections: dict[str, Connection] = {}
-        """By address."""
+        """Open connections by address."""
         self._busy: dict[Connection, None] = {}
-        """Those with open calls, and some that had any when they were last looked at."""
+        """Connections with open calls, and connections that recently had open calls."""
         self._busy_lock = threading.Lock()
         self._lookups: dict[str, list[tuple[Call[Any], _Send]]] = {}
-        """The calls that wait for their address's name to be resolved, by address."""
+        """Calls that wait until the name in their address is resolved, by address."""
         self._broken: set[Connection] = set()
-        """Replaced by others, and not closed yet."""
+        """Replaced connections that are not closed yet."""
         self._ended: deque[tuple[Call[Any], Reply | Exception]] = deque()
-        """Calls whose futures somebody has to complete."""
+        """Calls with their outcomes, whose futures must still be completed."""
         self._listener: Callable[[str, News], None] = lambda *_: None
         self._wakes_at = math.inf
-        """Clock reading at which the thread wakes though nothing has come."""
+        """Clock reading at which the thread wakes even if no message arrives."""
         self._mailbox = mailbox("client", self._turn, poller=select.poll()).start()
 
     def listen(self, listener: Callable[[str, News], None]) -> None:
-        """``listener`` is told, with its address, what a source says without being asked: that
-        leases have grown, or were revoked, and what became of transfers that we asked for. It runs
-        where futures are completed.
+        """Sets ``listener``, which gets each address and unasked message of a source: leases that
+        grow or are revoked, and the outcome of transfers. The listener runs on the thread that
+        completes futures.
         """
         self._listener = listener
 
     def handshake(
         self, address: str, description: EngineDescription
     ) -> "Future[EngineDescription]":
-        """Describes this engine to another one.
+        """Describes this engine to another engine.
 
         Returns:
-            A future of the peer's description, which is valid and fits ours. It raises
-            ``IncompatibleError`` with every mismatch, or ``NotReadyError`` while the peer starts.
+            A future of the peer's valid, fitting description; raises ``IncompatibleError`` (with
+            every mismatch) or ``NotReadyError`` (the peer still starts).
         """
 
         def read(reply: Reply) -> EngineDescription:
@@ -172,24 +176,22 @@ class ControlClient(Closing):
     def renew(
         self, address: str, source_incarnation: str, leases: Mapping[str, bytes]
     ) -> "Future[Renewed]":
-        """Takes leases, or extends those this engine holds, all in one message.
+        """Takes leases, or extends the leases of this engine, all in one message.
 
         Args:
-            address: of the source.
-            source_incarnation: its start that granted the leases.
-            leases: lease id → the secret of its ticket; at most ``messages.MAX_ITEMS``.
+            address: address of the source.
+            source_incarnation: incarnation of the source when it granted the leases.
+            leases: lease id → secret of the ticket; at most ``messages.MAX_ITEMS``.
 
         Returns:
-            A future of the answer, per lease. It raises ``HandshakeNeededError`` when either side
-            was started again since the handshake.
+            A future of the answers, by lease; raises ``HandshakeNeededError`` if either side was
+            restarted since the handshake.
         """
-        said = (self._engine_id, self._incarnation, source_incarnation)
+        sender = _sender(self._engine_id, self.incarnation, source_incarnation)
         request = Renew(
             id=0,
-            engine_id=self._engine_id,
-            incarnation=self._incarnation,
-            source_incarnation=source_incarnation,
-            leases=_proofs("Renew", leases, *said),
+            **sender,
+            leases=_proofs("Renew", leases, *sender.values()),
             grows=True,
         )
 
@@ -214,31 +216,29 @@ class ControlClient(Closing):
         ok: bool,
         nonce: bytes,
     ) -> "Future[FinishAnswer]":
-        """Reports that all reads of ``rank`` for a lease are terminal, and asks for the confirm.
+        """Reports that all reads of ``rank`` for a lease are complete, and asks for the confirm.
 
-        While a message to the source is under way, finishes wait, and share the next one. The
-        same report may be repeated, for example when its answer was lost.
+        While a message to the source is under way, new finishes wait and share the next message. A
+        caller may repeat the same report, for example if the answer was lost.
 
         Args:
-            address: of the source.
-            source_incarnation: its start that granted the lease.
+            address: address of the source.
+            source_incarnation: incarnation of the source when it granted the lease.
             lease_id: the lease.
-            secret: of its ticket.
-            rank: the rank that reports.
-            ok: whether its reads succeeded.
-            nonce: random bytes, the same whenever this report is repeated.
+            secret: secret of the ticket.
+            rank: the reporting rank.
+            ok: whether the reads of the rank succeeded.
+            nonce: random bytes, the same in every repetition of this report.
 
         Returns:
-            A future of the answer. Only after ``HELD`` may the data be used; any error means the
-            same as ``REVOKED``.
+            A future of the answer. The caller may use the data only after ``HELD``; any error means
+            the same as ``REVOKED``.
         """
-        said = (self._engine_id, self._incarnation, source_incarnation, rank, ok, nonce)
-        proof = prove(secret, "Finish", lease_id, *said)
+        sender = _sender(self._engine_id, self.incarnation, source_incarnation)
+        proof = prove(secret, "Finish", lease_id, *sender.values(), rank, ok, nonce)
         request = Finishes(
             id=0,
-            engine_id=self._engine_id,
-            incarnation=self._incarnation,
-            source_incarnation=source_incarnation,
+            **sender,
             items=(Finish(lease_id=lease_id, rank=rank, ok=ok, nonce=nonce, proof=proof),),
         )
         call = Call(request, lambda reply: finish_answers(reply, 1)[0])
@@ -252,25 +252,24 @@ class ControlClient(Closing):
         *,
         keep: bool = False,
     ) -> "Future[None]":
-        """Gives leases up; with ``keep`` another target may take them, else they end.
+        """Gives leases up.
 
         Args:
-            address: of the source.
-            source_incarnation: its start that granted the leases.
-            leases: lease id → the secret of its ticket; at most ``messages.MAX_ITEMS``.
-            keep: see above.
+            address: address of the source.
+            source_incarnation: incarnation of the source when it granted the leases.
+            leases: lease id → secret of the ticket; at most ``messages.MAX_ITEMS``.
+            keep: whether another target may take the leases; otherwise the leases end.
 
         Returns:
-            A future that ends when the source has noted it. It raises ``HandshakeNeededError``
-            when either side was started again. Without an answer the leases expire by themselves.
+            A future that ends when the source has recorded the release; raises
+            ``HandshakeNeededError`` if either side was restarted. Without an answer, the leases
+            expire.
         """
-        said = (self._engine_id, self._incarnation, source_incarnation, keep)
+        sender = _sender(self._engine_id, self.incarnation, source_incarnation)
         request = Release(
             id=0,
-            engine_id=self._engine_id,
-            incarnation=self._incarnation,
-            source_incarnation=source_incarnation,
-            leases=_proofs("Release", leases, *said),
+            **sender,
+            leases=_proofs("Release", leases, *sender.values(), keep),
             keep=keep,
         )
 
@@ -279,27 +278,21 @@ class ControlClient(Closing):
 
         return self._ask(address, Call(request, read))
 
-    def ask(self, address: str, source_incarnation: str, transfer: Transfer) -> "Future[Asked]":
-        """Asks for the ticket of a transfer; what becomes of it later is told unasked.
+    def ask(self, address: str, source_incarnation: str, transfer: TransferId) -> "Future[Asked]":
+        """Asks for the ticket of a transfer; the source later reports changes without a request.
 
         Args:
-            address: of the source.
-            source_incarnation: its start that is asked.
-            transfer: what the router gave to both of us.
+            address: address of the source.
+            source_incarnation: incarnation of the asked source.
+            transfer: the transfer from the router.
 
         Returns:
             A future of the answer, whose ticket has a veiled secret
-            (:func:`kvferry.control.proofs.veil`). It raises ``HandshakeNeededError`` when either
-            side was started again since the handshake.
+            (:func:`kvferry.control.proofs.veil`). The future raises ``HandshakeNeededError`` if
+            either side was restarted.
         """
-        request = Ask(
-            id=0,
-            engine_id=self._engine_id,
-            incarnation=self._incarnation,
-            source_incarnation=source_incarnation,
-            transfer_id=transfer.transfer_id,
-            proof=b"",
-        )
+        sender = _sender(self._engine_id, self.incarnation, source_incarnation)
+        request = Ask(id=0, **sender, transfer_id=transfer.transfer_id, proof=b"")
         request = replace(request, proof=ask_proof(transfer.secret, request))
 
         def read(reply: Reply) -> Asked:
@@ -320,16 +313,16 @@ class ControlClient(Closing):
         )
 
     def trace(self, address: str, request_id: str) -> "Future[TraceReply]":
-        """Asks an engine what it did for a request."""
+        """Asks an engine for its record of a request."""
         request = TraceRequest(id=0, request_id=request_id)
         return self._ask(address, Call(request, lambda reply: expect(reply, TraceReply)))
 
     def describe(self, address: str) -> "Future[DescriptionReply]":
-        """Asks an engine to describe itself; unlike a handshake it changes nothing there.
+        """Asks an engine to describe itself; unlike a handshake, this changes nothing there.
 
         Returns:
-            A future of the answer, whose description is valid. It raises ``NotReadyError`` while
-            the peer starts.
+            A future of the answer, whose description is valid. The future raises ``NotReadyError``
+            if the peer still starts.
         """
 
         def read(reply: Reply) -> DescriptionReply:
@@ -340,10 +333,8 @@ class ControlClient(Closing):
         return self._ask(address, Call(DescriptionRequest(id=0), read))
 
     def pump(self) -> bool:
-        """Takes the answers that have come, and completes their futures; does not wait.
-
-        Nobody has to call it: the client's thread takes them too, as soon as it gets to run. A
-        thread that runs already need not wait for that.
+        """Takes all received answers and completes their futures; does not wait. Optional,
+        as the client's thread does the same; a running thread need not wait for this.
 
         Returns:
             Whether a future was completed.
@@ -353,18 +344,18 @@ class ControlClient(Closing):
                 busy = list(itertools.islice(self._busy, MOST_PUMPED))
                 for connection in busy:
                     del self._busy[connection]
-                    if connection.calls:  # it is the turn of the others next
+                    if connection.calls:  # to the end of the queue: other connections are next
                         self._busy[connection] = None
             for connection in busy:
                 self._receive(connection)
         return self._complete()
 
     def is_connected(self, address: str) -> bool:
-        """Whether there is a connection to an address, of which nobody knows that it has broken."""
+        """Whether there is a connection to an address that is not known to be broken."""
         return address in self._connections
 
     def forget(self, description: EngineDescription) -> None:
-        """Nothing more is asked of a start of an engine that answered a handshake."""
+        """Stops speaking to an incarnation of an engine that has answered a handshake."""
         if self._peers is not None:
             self._peers.let_go(description)
 
@@ -375,7 +366,7 @@ class ControlClient(Closing):
                 return
             self._closing = True
         self._mailbox.close()
-        with self._lock:  # who has just found one broken may be moving it
+        with self._lock:  # another thread may be moving a broken connection just now
             connections = [*self._connections.values(), *self._broken]
             waiting = [call for calls in self._lookups.values() for call, _ in calls]
             self._lookups.clear()
@@ -396,7 +387,7 @@ class ControlClient(Closing):
         except KVFerryError as error:
             self._ended.append((call, error))
         if self._closing:
-            self._complete()  # nobody else does any more
+            self._complete()  # no other thread completes futures any more
         elif self._ended:
             self._mailbox.post(self._complete)
         if call.deadline < self._wakes_at:
@@ -419,7 +410,7 @@ class ControlClient(Closing):
                         self._busy[connection] = None
                 self._ended.extend(ended)
                 return
-            # It broke, and our thread has not come to closing it yet. A new one takes its place.
+            # The connection broke, and our thread has not closed it yet. A new one takes its place.
             with self._lock:
                 if self._connections.get(address) is connection:
                     del self._connections[address]
@@ -427,7 +418,7 @@ class ControlClient(Closing):
             self._mailbox.post(partial(self._drop, connection))
 
     def _connection(self, address: str, resolved: str | None) -> Connection | None:
-        """The connection to an address; ``None`` if there is none and its name is not resolved."""
+        """The connection to an address; ``None`` if a name must be resolved first."""
         with self._lock:
             if self._closing:
                 raise CancelledError("the control client is closed")
@@ -449,7 +440,7 @@ class ControlClient(Closing):
             return connection
 
     def _look_up(self, address: str, call: Call[Any], send: _Send) -> None:
-        """Sends a call once the name in its address is resolved, for all calls to it at once."""
+        """Sends a call after the name in the address is resolved, once for all calls to it."""
         call.deadline = self._clock() + self._options.request_timeout_s
         with self._lock:
             waiting = self._lookups.get(address)
@@ -478,7 +469,7 @@ class ControlClient(Closing):
             self._ended.extend(connection.receive())
 
     def _complete(self) -> bool:
-        """Completes futures, with no lock held: their callbacks may ask again."""
+        """Completes futures without holding a lock, because callbacks may make new requests."""
         completed = False
         while True:
             try:
@@ -491,10 +482,10 @@ class ControlClient(Closing):
     # ---- the thread ---------------------------------------------------------------------------
 
     def _turn(self) -> float | None:
-        """Gives up calls that are overdue, once it is time for that."""
+        """Gives up overdue calls when it is time to do so."""
         now = self._clock()
         if now >= self._wakes_at:
-            # Before the look: who sends a call that it does not see finds this and wakes us.
+            # Reset before the check: a thread whose call the check misses sees this and wakes us.
             self._wakes_at = math.inf
             self._wake_at(self._expire(now))
         return None if self._wakes_at == math.inf else self._wakes_at - now
@@ -503,7 +494,7 @@ class ControlClient(Closing):
         self._wakes_at = min(self._wakes_at, when)
 
     def _expire(self, now: float) -> float:
-        """Gives up what is overdue; returns when to look again."""
+        """Gives up overdue calls; returns the clock reading of the next check."""
         next_look = math.inf
         with self._lock:
             connections = tuple(self._connections.values())
@@ -545,7 +536,7 @@ class ControlClient(Closing):
             self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:
-        if connection.is_closed:  # its descriptors may be another one's by now
+        if connection.is_closed:  # its descriptors may belong to another connection by now
             return
         for descriptor in connection.link.descriptors:
             self._mailbox.unwatch(descriptor)
@@ -569,11 +560,11 @@ def fetch_status(
         host: name or address.
         port: TCP port.
         timeout_s: seconds to wait for the answer.
-        curve: keys, where the channel has some.
+        curve: CURVE keys, if the channel uses them.
 
     Raises:
-        PeerLostError: nobody answers, or the keys do not fit.
-        ProtocolError: what answers does not speak this protocol.
+        PeerLostError: no server answers, or the keys do not fit.
+        ProtocolError: the server does not speak this protocol.
     """
     options = ControlOptions(request_timeout_s=timeout_s, curve=curve)
     address = join_address(host, port)
@@ -584,16 +575,16 @@ def fetch_status(
 def fetch_descriptions(
     addresses: Sequence[str], timeout_s: float = 5.0, curve: CurveKeys | None = None
 ) -> list[DescriptionReply | KVFerryError]:
-    """Asks engines to describe themselves, all at once; blocks.
+    """Asks several engines at once to describe themselves; blocks.
 
     Args:
         addresses: ``host:port`` of each engine's control channel.
         timeout_s: seconds to wait for the answers.
-        curve: keys, where the channels have some.
+        curve: CURVE keys, if the channels use them.
 
     Returns:
-        Per address the answer, or why there is none: ``PeerLostError`` (nobody answers, or the
-        keys do not fit), ``ProtocolError`` (what answers does not speak this protocol) or
+        For each address, the answer or the error: ``PeerLostError`` (no server answers, or the keys
+        do not fit), ``ProtocolError`` (the server does not speak this protocol) or
         ``NotReadyError``.
     """
     options = ControlOptions(request_timeout_s=timeout_s, curve=curve)
@@ -605,6 +596,15 @@ def fetch_descriptions(
             except KVFerryError as error:
                 found.append(error)
     return found
+
+
+def _sender(engine_id: str, incarnation: str, source_incarnation: str) -> dict[str, str]:
+    """The names of sender and receiver, for every message to a source; proofs use this order."""
+    return {
+        "engine_id": engine_id,
+        "incarnation": incarnation,
+        "source_incarnation": source_incarnation,
+    }
 
 
 def _proofs(action: str, leases: Mapping[str, bytes], *said: object) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""One connection of a :class:`~kvferry.control.client.ControlClient`, with the calls open on it."""
+"""A connection of a :class:`~kvferry.control.client.ControlClient`, with its open calls."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ import msgspec
 
 from kvferry import errors
 from kvferry.control import messages
-from kvferry.control.links import Link
+from kvferry.control.links import ControlLink
 from kvferry.control.messages import (
     Asked,
     ErrorReply,
@@ -39,12 +39,12 @@ from kvferry.errors import (
 T = TypeVar("T")
 
 News: TypeAlias = Renewed | Asked
-"""What a server says without being asked."""
+"""An unasked message of a server."""
 
 SECOND_LOOK_S = 0.25
-"""Seconds between the two looks for an answer after which a call is given up."""
+"""Seconds between the two checks for an answer after which a call is given up."""
 
-#: Errors that a server may send by name: those that are built from a message alone.
+#: Errors that a server may send by name: the errors that are built from a message alone.
 _ERRORS: dict[str, type[KVFerryError]] = {
     name: kind
     for name, kind in vars(errors).items()
@@ -56,78 +56,82 @@ _ERRORS: dict[str, type[KVFerryError]] = {
 
 @dataclass(slots=True, eq=False)
 class Call(Generic[T]):
-    """One request, from the moment it is asked until its future is completed."""
+    """A request, from the start until its future is completed."""
 
     request: Request
-    """Its id is filled in when it is sent."""
+    """The request to send; its id is filled in when it is sent."""
     read: Callable[[Reply], T]
-    """Turns a reply into the future's result, or raises what the future is to raise."""
+    """Turns a reply into the result of the future, or raises the error for the future."""
     future: "Future[T]" = field(default_factory=Future)
     deadline: float = 0.0
-    """Clock reading after which the peer counts as hung; set when it is sent or begins to wait."""
+    """Clock reading after which the peer counts as hung; set when the call is sent or begins to
+    wait."""
 
     def __post_init__(self) -> None:
-        self.future.set_running_or_notify_cancel()  # only we end it
+        self.future.set_running_or_notify_cancel()  # only this code ends the future
 
     def end(self, outcome: Reply | Exception) -> None:
-        """Completes the future with what came of the call."""
+        """Completes the future with the outcome of the call."""
         try:
             if isinstance(outcome, Exception):
                 raise outcome
             result = self.read(outcome)
-        except Exception as error:  # whatever an answer provokes, the thread goes on
+        except Exception as error:  # the thread must survive any answer
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
 
 
 Ended: TypeAlias = list[tuple[Call[Any], Reply | Exception]]
-"""Calls that are over, each with what came of it. Whoever gets them calls their ``end``."""
+"""Finished calls with their outcomes. The receiver of this list must call their ``end``."""
 
 
 class Connection:
-    """A link to a server, and the open calls.
+    """A link to a server, and the open calls on this link.
 
-    Any thread may send and receive: whatever is called here, except the constructor, is called
-    with :attr:`lock` held, which nobody keeps while waiting. No future is completed under it: the
-    calls that a method has ended it returns, and its caller completes them after the lock.
+    Any thread may send and receive. The caller of every method except the constructor must hold
+    :attr:`lock`, and must not wait while it holds the lock. No future is completed under the lock:
+    a method returns the calls that it has ended, and the caller completes them after releasing the
+    lock.
 
-    One thread sleeps on the link's descriptors. They are ZeroMQ's, and tell of *news* only: a
-    descriptor becomes readable when ZeroMQ puts something into a socket whose owner has looked
-    (``EVENTS``) and found nothing, and any use of the socket, by whichever thread, may make it
-    unreadable again though an answer lies in the socket. So nobody may give the lock back before
-    having looked last of all: :meth:`receive` goes on until there is nothing, and whoever has sent
-    calls it too. The thread may find nothing, because another one was faster; it never misses
-    anything.
+    The client's thread sleeps on the descriptors of the link. These are descriptors of ZeroMQ and
+    only report *changes*: a descriptor becomes readable when ZeroMQ puts a message into a socket
+    whose owner has checked (``EVENTS``) and found nothing. Any use of the socket, by any thread,
+    may make the descriptor unreadable again although an answer lies in the socket. Therefore every
+    thread must check the socket last of all before it releases the lock: :meth:`receive` continues
+    until the socket is empty, and a thread that has sent a call also calls ``receive``. The
+    client's thread may find nothing because another thread was faster, but no answer is ever
+    missed.
     """
 
     def __init__(
         self,
-        link: Link,
+        link: ControlLink,
         address: str,
         options: ControlOptions,
         clock: Callable[[], float] = time.monotonic,
         listener: Callable[[str, News], None] = lambda *_: None,
     ) -> None:
         """Args:
-        link: to the server; from now on ours.
+        link: link to the server; the connection closes it.
         address: ``host:port`` as the caller knows it.
         options: timeouts, limits, keys.
-        clock: seconds that never run backwards.
-        listener: is told what the server says of leases without being asked.
+        clock: monotonic clock, in seconds.
+        listener: gets the unasked messages of the server.
         """
         self.link = link
         self.address = address
         self.lock = threading.Lock()
         self.is_closed = False
         self.calls: dict[int, Call[Any]] = {}
-        """Sent and not answered, by id. Deadlines ascend: all calls have the same patience."""
+        """Sent calls without an answer, by id. Deadlines ascend, because all timeouts are
+        equal."""
         self._waiting: deque[Call[FinishAnswer]] = deque()
-        """Finishes that are not sent yet, oldest first."""
+        """Unsent finishes, oldest first."""
         self._lost: KVFerryError | None = None
-        """Why nothing comes any more; ``None`` as long as something may."""
+        """Reason why no message can arrive any more; ``None`` if messages may still arrive."""
         self._looked = math.inf
-        """When something was first seen to be overdue; infinite if nothing is."""
+        """Clock reading when a call was first seen to be overdue; infinite if no call is."""
         self._options = options
         self._clock = clock
         self._listener = listener
@@ -136,13 +140,13 @@ class Connection:
     # ---- sending ------------------------------------------------------------------------------
 
     def send(self, call: Call[Any]) -> Ended | None:
-        """Sends a call at once, or ends it; ``None`` if the connection has broken."""
+        """Sends a call at once, or ends it; returns ``None`` if the connection has broken."""
         if self.is_lost:
             return None
         return self._send(call) + self.receive()
 
     def send_finish(self, call: Call[FinishAnswer]) -> Ended | None:
-        """Like :meth:`send`, but while a call is under way it waits, to share the next message."""
+        """Like :meth:`send`, but waits for the next message if another call is under way."""
         if not self.calls:
             return self.send(call)
         if self._lost is not None:
@@ -162,7 +166,9 @@ class Connection:
                 )
             self.link.send(payload)
         except (KVFerryError, ValueError, OverflowError) as error:
-            return [(call, error)]
+            # A link that has just broken takes no message, and knows the reason before.
+            reason = self._lost if self.is_lost else None
+            return [(call, reason or error)]
         call.deadline = self._patience_ends()
         self.calls[id] = call
         return []
@@ -170,7 +176,8 @@ class Connection:
     def _send_waiting(self) -> Ended:
         ended: Ended = []
         while self._waiting and not self.calls:
-            # Those that are for one start of the source; another one follows only its restart.
+            # Only finishes for the same incarnation of the source; another incarnation follows only
+            # after a restart.
             source = _finishes(self._waiting[0]).source_incarnation
             batch: list[Call[FinishAnswer]] = []
             while (
@@ -188,48 +195,48 @@ class Connection:
     # ---- receiving ----------------------------------------------------------------------------
 
     def receive(self) -> Ended:
-        """Takes all answers that have come, and sends the finishes that waited for them."""
+        """Takes all received answers, and sends the finishes that waited for them."""
         ended: Ended = []
         while not self.is_closed and (payload := self.link.receive()) is not None:
             try:
                 reply = messages.decode_reply(payload)
             except DecodeError:
-                continue  # whose answer it was cannot be told; that call runs into its timeout
+                continue  # the call of this answer is unknown; it will time out
             if reply.id == 0 and isinstance(reply, News):
                 ended.append((self._news(reply), reply))
                 continue
             call = self.calls.pop(reply.id, None)
-            if call is not None:  # else it came after its timeout
+            if call is not None:  # otherwise the answer came after the timeout
                 ended.append((call, reply))
                 ended += self._send_waiting()
         return ended
 
     def _news(self, news: News) -> Call[News]:
-        """A call that nobody made, for what the server says without being asked."""
+        """A call without a caller, for an unasked message of the server."""
         call: Call[News] = Call(StatusRequest(id=0), lambda _: news)
         call.future.add_done_callback(lambda told: self._listener(self.address, told.result()))
         return call
 
     @property
     def is_lost(self) -> bool:
-        """Whether nothing comes any more."""
+        """Whether no message can arrive any more."""
         if self._lost is None:
             self._lost = self.link.why_lost()
         return self._lost is not None
 
     @property
     def next_look(self) -> float:
-        """Clock reading at which :meth:`expire` is to be called; infinite without calls."""
+        """Clock reading at which to call :meth:`expire`; infinite without calls."""
         first = itertools.chain(itertools.islice(self.calls.values(), 1), self._waiting)
         deadline = min((call.deadline for call in first), default=math.inf)
         return deadline if self._looked == math.inf else self._looked + SECOND_LOOK_S
 
     def expire(self, now: float) -> Ended:
-        """Gives up the calls for which no answer came in time, not even until a second look.
+        """Gives up the calls whose answer came neither in time nor before a second check.
 
-        That is for peers that hang: one that is gone shows in the link. And a process that did not
-        run for a while finds its calls overdue though they are answered: the answers lie in the
-        link, or ZeroMQ's own thread is just about to put them there.
+        This is for peers that hang; the link shows if a peer is gone. A process that did not run
+        for a while finds its calls overdue although they are answered: the answers lie in the link,
+        or ZeroMQ's own thread is about to put them there.
         """
         ended = self.receive()
         if now < self.next_look:
@@ -248,10 +255,10 @@ class Connection:
         return ended + self._send_waiting() + self.receive()
 
     def end(self, error: KVFerryError | None = None) -> Ended:
-        """Closes the connection; open calls end with ``error``, or with why it was lost."""
+        """Closes the connection; open calls end with ``error``, or with the reason of the loss."""
         waiting = [*self._waiting]
         self._waiting.clear()
-        ended = self.receive()  # answers that came before the end are good
+        ended = self.receive()  # answers that came before the end are valid
         reason = error or self._lost or PeerLostError(f"{self.address}: the connection is closed")
         ended += [(call, reason) for call in [*self.calls.values(), *waiting]]
         self.calls.clear()
@@ -262,11 +269,11 @@ class Connection:
 
 
 def expect(reply: Reply, kind: type[T]) -> T:
-    """The reply, if it is of the kind that answers the request.
+    """The reply, if its kind answers the request.
 
     Raises:
-        KVFerryError: the error that the peer answered instead.
-        ProtocolError: any other kind of reply.
+        KVFerryError: the peer answered with this error instead.
+        ProtocolError: the reply is of another kind.
     """
     if isinstance(reply, kind):
         return reply
@@ -276,10 +283,10 @@ def expect(reply: Reply, kind: type[T]) -> T:
 
 
 def finish_answers(reply: Reply, count: int) -> tuple[FinishAnswer, ...]:
-    """The answers to so many finishes.
+    """The answers to ``count`` finishes.
 
     Raises:
-        ProtocolError: it has more or fewer, or is no answer to finishes.
+        ProtocolError: the number of answers differs, or the reply does not answer finishes.
     """
     answers = expect(reply, FinishReply).answers
     if len(answers) != count:
@@ -293,7 +300,7 @@ def _finishes(call: Call[FinishAnswer]) -> Finishes:
 
 
 def _joined(calls: Sequence[Call[FinishAnswer]]) -> Call[Any]:
-    """One call for finishes of the same source."""
+    """A single call for finishes of the same source."""
     if len(calls) == 1:
         return calls[0]
     items = tuple(item for call in calls for item in _finishes(call).items)

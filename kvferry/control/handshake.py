@@ -1,7 +1,7 @@
-"""Describe, compare, apply: what two engines must agree on before a block moves.
+"""Describe, compare, apply: the properties that two engines must agree on before a block moves.
 
-:func:`validate` judges one description by itself, since it came from a peer. :func:`compare` judges
-a pair. Both are pure; applying a description is :class:`kvferry.control.peers.PeerTable`'s.
+:func:`validate` checks a single description, because it came from a peer. :func:`compare` checks a
+pair. Both functions are pure; :class:`kvferry.control.peers.PeerTable` applies a description.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,46 +25,48 @@ from kvferry.topology.sharding import ranges_text
 from kvferry.topology.states import StateGeometry
 from kvferry.topology.tensors import RankMemory, TensorKind, TensorMemory
 
-# What a description may have in all, so that judging it takes a second at most however it is made.
+# Limits over a whole description, so that any description is checked within a second.
 MAX_MEMORIES = 8192
-"""Ranks times groups."""
+"""Largest product of ranks and groups."""
 MAX_TENSORS = 32_768
-"""Tensors of all ranks and groups: 256 ranks with 128 layers each."""
+"""Largest number of tensors of all ranks and groups: 256 ranks with 128 layers each."""
 MAX_PARTS = 65_536
-"""Parts of all tensors (k and v are two), and sections of recurrent layers times ranks."""
+"""Largest number of parts of all tensors (k and v are two), and of sections of recurrent layers
+times ranks."""
 MAX_REGIONS = 131_072
-"""Regions of all ranks and groups."""
+"""Largest number of regions of all ranks and groups."""
 MAX_LAYERS = 4096
-"""Layers of the deepest model that is accepted, in whatever groups."""
+"""Largest number of layers of a model, over all groups."""
 MAX_NAME_CHARS = 256
-"""Characters of the longest engine id or incarnation."""
+"""Largest number of characters of an engine id or incarnation."""
 MAX_ERROR_CHARS = 1000
-"""Characters of the longest error that a description can cause."""
+"""Largest number of characters of an error that a description can cause."""
 MAX_WRONG_PAIRS = 8
-"""Pairs of ranks that are named where their heads differ."""
+"""Largest number of pairs of ranks in the error about differing heads."""
 MAX_BYTES = 1 << 60
-"""Bytes of the largest region, offset or stride; sums of them stay inside 64 bits."""
+"""Number of bytes of the largest region, offset or stride; sums stay inside 64 bits."""
 
 _STRIDE_FIELDS = ("layer", "block", "token", "head", "element")
 
-#: Field of the model's fingerprint → what to do where it differs.
+#: Field of the model's fingerprint → what to do if this field differs.
 _MODEL_REMEDIES = {
     "architecture": "serve the same model on both",
     "num_layers": "serve the same model on both",
     "num_kv_heads": "serve the same model on both",
     "head_size": "serve the same model on both",
-    "dtype": "give both the same KV cache dtype, or set convert_dtype on the engine that reads",
+    "dtype": "give both the same KV cache dtype",
     "rope": "give both the same rope and context-scaling settings",
     "config_digest": "give both the same model config",
     "weights_digest": "load the same checkpoint on both; equal shapes are not enough",
 }
+_OR_CONVERT = ", or set convert_dtype on the engine that reads"
 
 
 def validate(description: EngineDescription) -> None:
-    """Checks that a description makes sense and that its memory stays inside its regions.
+    """Checks that a description is consistent and that its memory stays inside its regions.
 
     Raises:
-        ProtocolError: names the place, the value and the limit.
+        ProtocolError: a check failed; the message contains the place, the value and the limit.
     """
     where = f"engine {description.engine_id[:MAX_NAME_CHARS]!r}"
     try:
@@ -74,20 +76,20 @@ def validate(description: EngineDescription) -> None:
         for number, rank in enumerate(description.ranks):
             _check_rank(rank, number, geometries)
     except ValueError as error:
-        # Parts of the text are the peer's and may be of any length.
+        # The peer wrote parts of the text, which may have any length.
         raise ProtocolError(f"{where}: {error}"[:MAX_ERROR_CHARS]) from error
 
 
 def compare(source: EngineDescription, target: EngineDescription) -> list[str]:
-    """Every reason why one engine can never read the KV of another; empty if there is none.
+    """Every reason why an engine can never read the KV of another engine; empty if there is none.
 
     Layout, block size, TP, PP, DCP and the grouping of layers may differ; blocks are converted on
-    the way. So is the dtype, where the target's holds every value of the source's or the target
-    said that precision may be lost.
+    the way. The dtype may differ if the target's dtype holds every value of the source's dtype, or
+    if the target allows a loss of precision.
 
     Args:
-        source: the valid description of the engine that is read from.
-        target: that of the engine that reads.
+        source: the valid description of the source engine.
+        target: the valid description of the target engine.
     """
     groups = _compare_groups(source, target)
     return [
@@ -100,9 +102,10 @@ def compare(source: EngineDescription, target: EngineDescription) -> list[str]:
 
 
 def unproved_heads(source: EngineDescription, target: EngineDescription) -> list[str]:
-    """Which ranks of two engines that fit move KV heads that no digest has proved, and why.
+    """The pairs of ranks of two fitting engines that move KV heads without proof, with the reasons.
 
-    A sentence per reason; empty where every pair of ranks shares a layer that both digested.
+    There is a sentence per reason. The result is empty if every pair of ranks shares a layer with
+    digests on both sides.
     """
     return [
         f"KV heads of {len(pairs)} pairs of ranks between engines {source.engine_id!r} and "
@@ -112,7 +115,7 @@ def unproved_heads(source: EngineDescription, target: EngineDescription) -> list
     ]
 
 
-# ---- one description ---------------------------------------------------------------------------
+# ---- a single description ----------------------------------------------------------------------
 
 
 def _check_names(description: EngineDescription) -> None:
@@ -138,7 +141,7 @@ def _check_names(description: EngineDescription) -> None:
 
 
 def _check_size(description: EngineDescription) -> None:
-    """Counts what the checks that follow go through."""
+    """Checks the counts that bound the time of the checks that follow."""
     ranks, groups = len(description.ranks), len(description.groups)
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"ranks: {ranks} described, allowed are 1 to {MAX_RANKS}")
@@ -169,7 +172,7 @@ def _check_at_most(what: str, count: int, most: int) -> None:
 def _geometries(description: EngineDescription) -> tuple[GroupGeometry, ...]:
     ranks, geometries = len(description.ranks), description.geometries
     for number, geometry in enumerate(geometries):
-        # Before anything else is asked of it: that takes time that grows with ranks and layers.
+        # Check this before any other question, whose time grows with ranks and layers.
         shape = geometry.parallel
         if shape.world_size != ranks:
             raise ValueError(
@@ -194,7 +197,7 @@ def _check_layers(geometry: GroupGeometry, number: int) -> None:
 
 
 def _check_together(geometries: Sequence[GroupGeometry]) -> None:
-    """Checks that groups fit each other; their memories may lie on top of each other."""
+    """Checks that the groups fit together; their memories may overlap."""
     for number, geometry in enumerate(geometries):
         if geometry.parallel != geometries[0].parallel:
             raise ValueError(
@@ -279,7 +282,7 @@ def _check_tensor(
 
 
 def _extent(strides: CellStrides, box: Box, elements: int, itemsize: int) -> tuple[int, int]:
-    """First byte and byte after the last one that a part's cells cover, from the tensor's start."""
+    """First byte, and byte after the last byte, of a part's cells, from the tensor's start."""
     extents = (box.layers, box.blocks, box.tokens, box.heads, elements)
     first = last = strides.offset
     for field, extent in zip(_STRIDE_FIELDS, extents, strict=True):
@@ -291,7 +294,7 @@ def _extent(strides: CellStrides, box: Box, elements: int, itemsize: int) -> tup
 
 
 def _check_strides(strides: CellStrides, offset: int, where: str) -> None:
-    """Bounds also the strides of dims with extent 1, which no cell feels but 64-bit sums do."""
+    """Also bounds the strides of dims with extent 1, which no cell uses but 64-bit sums do."""
     for field, value in [
         ("tensor offset", offset),
         ("offset", strides.offset),
@@ -340,11 +343,14 @@ def _compare_engines(ours: EngineDescription, theirs: EngineDescription) -> Iter
 def _compare_models(source: EngineDescription, target: EngineDescription) -> Iterator[str]:
     for field, remedy in _MODEL_REMEDIES.items():
         values = (getattr(source.model, field), getattr(target.model, field))
-        converts = is_convertible if target.convert_dtype else is_lossless
-        if field == "dtype" and converts(*values):
-            continue  # scales, which rule it out, are the groups' matter
+        if field == "dtype":
+            converts = is_convertible if target.convert_dtype else is_lossless
+            if converts(*values):
+                continue  # the groups check scales, which forbid a conversion
+            if is_convertible(*values):
+                remedy += _OR_CONVERT
         if values[0] != values[1]:
-            if field == "weights_digest":  # which tells nobody what checkpoint it is of
+            if field == "weights_digest":  # a digest does not name its checkpoint
                 names = source.model.name, target.model.name
                 values = (f"{values[0]} ({names[0]})", f"{values[1]} ({names[1]})")
             yield _differs(f"model.{field}", source, target, values, remedy)
@@ -360,7 +366,7 @@ def _compare_groups(source: EngineDescription, target: EngineDescription) -> lis
 
 
 def _heads(source: EngineDescription, target: EngineDescription) -> ComparedHeads:
-    """What the digests of both engines say of the KV heads that move."""
+    """The result of comparing the digests of both engines for the KV heads that move."""
     return compare_heads(
         source.geometries,
         [rank.heads for rank in source.ranks],
@@ -371,9 +377,9 @@ def _heads(source: EngineDescription, target: EngineDescription) -> ComparedHead
 
 
 def _compare_heads(source: EngineDescription, target: EngineDescription) -> Iterator[str]:
-    """Which ranks hold different heads under one number, by their weights."""
+    """The ranks that hold different heads under the same number, according to their weights."""
     if not all(any(rank.heads for rank in each.ranks) for each in (source, target)):
-        return  # nothing to compare with
+        return  # nothing to compare
     found = _heads(source, target).wrong
     for (ours, theirs), heads in list(found.items())[:MAX_WRONG_PAIRS]:
         head, layers = next(iter(heads.items()))
@@ -388,7 +394,7 @@ def _compare_heads(source: EngineDescription, target: EngineDescription) -> Iter
 
 
 def common_transports(ours: EngineDescription, theirs: EngineDescription) -> set[str]:
-    """Names of the transports that every rank of both engines serves."""
+    """Names of the transports of every rank of both engines."""
     return _transports(ours.ranks) & _transports(theirs.ranks)
 
 
@@ -402,6 +408,6 @@ def _compare_transports(ours: EngineDescription, theirs: EngineDescription) -> I
 
 
 def _transports(ranks: Iterable[RankDescription]) -> set[str]:
-    """Transports that every rank serves."""
+    """Transports of every rank."""
     found = [set(rank.endpoints) for rank in ranks]
     return set.intersection(*found) if found else set()

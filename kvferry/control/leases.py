@@ -1,7 +1,7 @@
-"""Leases: the source's promise to keep blocks until a target engine has read them.
+"""Leases: the source promises to keep blocks until a target engine has read them.
 
-A lease moves through these states; every arrow is taken under one lock and judged by one
-monotonic clock, the source's:
+A lease moves through the states below. Every arrow is taken under one lock, and one monotonic clock
+decides: the clock of the source.
 
     grant ──> untaken ──renew/finish──> held ──every rank finished──> done
                  │  <──given up with keep──┘ │
@@ -9,36 +9,41 @@ monotonic clock, the source's:
                  │      another start of the holder's engine at once
                  └──────────── release / expiry / revoke ─────────> released, expired, revoked
 
-A lease expires only at :meth:`LeaseTable.expire`, which the thread calls that answers renewals,
-when it has answered those that came. So a lease is not charged for time in which the source itself
-did not run, and a renewal that comes late is taken as long as the lease is open. Nor is it charged
-for time in which a target did not run: it waits :data:`SLOW` durations for the first one to take
-it, and for a holder that does not renew and whose connection lives, which needs nothing of the
-holder's interpreter. A renewed lease expires all the same once it is ``max_age_s`` old.
+A lease expires only in :meth:`LeaseTable.expire`. The thread that answers renewals calls this
+method after it has answered every renewal that has arrived. Therefore a lease is not charged for
+time in which the source did not run, and a late renewal is accepted as long as the lease is open. A
+lease is not charged for time in which its target did not run either. The source waits :data:`SLOW`
+durations for the first target to take the lease. The source waits equally long for a holder that
+does not renew but whose connection is alive; a connection stays alive without the holder's
+interpreter. Even a renewed lease expires when it is ``max_age_s`` old.
 
-A lease may be granted before its tokens are written: it *grows* until every rank of the source has
-reported all of them to :meth:`LeaseTable.written`. Until then it expires only once it is
-``max_age_s`` old, it may be taken by a target that knows such leases, which reads no token before
-it was told that every rank has written it, and nothing that was read under it counts: whoever
-reports success before it is whole has lost it. A written token stays as it is while the lease is
-open. Where that cannot be kept, as the source's request is preempted or aborted, the source revokes
-the lease first.
+A lease may be granted before the tokens are written. Such a lease *grows* until every rank of the
+source has reported all tokens to :meth:`LeaseTable.written`. Until then:
 
-An ended lease never comes back to life, and a target (an engine and its incarnation) that has lost
-a lease never gets it again: what it read before and what it would read after could not be told
-apart. That leaves the target one duty: within one incarnation each rank reads a lease at most
-once (:class:`~kvferry.control.tickets.SeenTickets` sees to it).
+- The lease expires only when it is ``max_age_s`` old.
+- Only a target that knows growing leases may take the lease. Such a target reads a token only after
+  the source has told the target that every rank has written this token.
+- No read counts. A target that reports success before the lease is whole loses the lease.
 
-So ``HELD`` in answer to a finish proves that the blocks were kept while that rank was reading:
-they are freed only after :meth:`LeaseTable.sweep` returned the lease, a lease is returned only
-once it has ended, and an ended lease confirms nothing but repetitions of reports that were
-confirmed while it was held. A report's nonce tells its repetition from another's report.
+A written token does not change while the lease is open. If the source cannot keep this promise,
+because its request is preempted or aborted, the source first revokes the lease.
 
-A *shared* lease serves any number of requests, of one target or of several. Nobody holds it; each
-request holds a claim on it, whose id is the lease's and a random name (``lease/name``), begun by
-the first message that names it. A claim is in everything a lease as drawn above: one holder at a
-time, its own reports, silence, takeover and end, and its own memory of all that once it has ended.
-The lease keeps the blocks::
+An ended lease never opens again. A target (an engine and its incarnation) that has lost a lease
+never gets this lease again: reads before the loss could not be told from reads after the loss. The
+target has one duty in return: within one incarnation, each rank reads a lease at most once
+(:class:`~kvferry.control.tickets.SeenTickets` ensures this).
+
+Therefore the answer ``HELD`` to a finish proves that the blocks were kept while the rank was
+reading. The proof has three steps: the blocks are freed only after :meth:`LeaseTable.sweep` has
+returned the lease; ``sweep`` returns only ended leases; an ended lease confirms only repetitions of
+reports that were confirmed while the lease was held. The nonce of a report distinguishes a
+repetition from a different report.
+
+A *shared* lease serves any number of requests of any number of targets. The lease itself has no
+holder. Instead, each request holds a claim on the lease. The id of a claim is the id of the lease
+and a random name (``lease/name``); the first message with this id begins the claim. A claim follows
+the states above like a lease: one holder at a time, own reports, silence, takeover and end, and an
+own record of these after the end. The lease keeps the blocks::
 
     claims on it            ── no arrow of theirs frees anything
     the shared lease  grant ── until it is whole, :data:`SLOW` durations have passed and none of
@@ -46,14 +51,15 @@ The lease keeps the blocks::
                             └─ withdraw: as soon as none of its claims is open
                             └─ revoke, ``max_age_s`` ──> revoked, expired, with all its claims
 
-So what was said of ``HELD`` holds for claims: a claim is open only while its lease is, as a lease
-that ends takes its claims along, and the blocks are freed only when the lease was swept. That each
-rank reads a claim at most once follows from its random name. (A claim that has ended, and been
-forgotten since, may begin anew while its lease lives. What is confirmed then was kept as well.) A
-message that names the lease itself, as those of releases before shared leases do, speaks of the one
-claim without a name, so that for them it is a lease as any other.
+Therefore the proof for ``HELD`` also holds for claims. A claim is open only while its lease is
+open, because a lease that ends also ends its claims. The blocks are freed only after the lease was
+swept. Each rank reads a claim at most once, because the name of a claim is random. (A claim that
+has ended and was forgotten may begin again while its lease is open. The blocks were kept all this
+time, so the confirmation is still correct.) Releases of kvferry before shared leases name the lease
+itself in their messages. Such a message refers to the single claim with the empty name, so that
+these releases see an ordinary lease.
 
-Who may speak of a lease is not judged here, see :mod:`kvferry.control.proofs`.
+:mod:`kvferry.control.proofs` decides which sender may speak of a lease; this module does not.
 """
 
 import enum
@@ -75,101 +81,104 @@ from kvferry.errors import BoundsError
 Target: TypeAlias = tuple[str, str]
 """A target engine: its engine id and its incarnation."""
 Report: TypeAlias = tuple[bool, bytes]
-"""What one rank reported: whether its reads succeeded, and the report's nonce."""
+"""Report of one rank: whether the reads of the rank succeeded, and the nonce of the report."""
 
 SLOW = 3.0
-"""Lease durations for which a target may say nothing and count as slow."""
+"""Number of lease durations for which a silent target counts as slow, not as gone."""
 MAX_CLAIMS = 1024
-"""Claims that are open on a shared lease at most; whoever has its ticket can make as many."""
+"""Largest number of open claims on one shared lease. A bearer of the ticket could otherwise create
+any number of claims."""
 EXTENSION = 1 / 6
-"""Share of its duration by which the lease of a slow holder is extended at a time."""
+"""Share of the lease duration by which the source extends the lease of a slow holder each time."""
 
 
 class LeaseOutcome(enum.StrEnum):
-    """How a lease ended."""
+    """The ways in which a lease ends."""
 
     DONE = "done"
-    """Every rank of the target reported."""
+    """Every rank of the target has reported."""
     RELEASED = "released"
-    """The target gave it up."""
+    """The target gave the lease up."""
     EXPIRED = "expired"
-    """Nobody renewed it for its duration, though everybody could."""
+    """No target renewed the lease for one lease duration, although every target could renew."""
     REVOKED = "revoked"
-    """The source took it back itself."""
+    """The source took the lease back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease as it was granted."""
+    """A lease at the time of its grant."""
 
     lease_id: str
-    """Random; the key of everything that belongs to this lease."""
+    """Random id; the key of all data of this lease."""
     request_id: str
-    """The source's request whose blocks are kept."""
+    """Id of the source's request whose blocks are kept."""
     num_blocks: int
     duration_s: float
-    """Seconds it lives without being renewed once it is taken."""
+    """Seconds that the lease lives without a renewal after a target has taken it."""
     shared: bool = False
-    """Whether any number of requests may load under it."""
+    """Whether any number of requests may load under the lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRefusal:
-    """No lease: the blocks of this request are freed at once and the target computes them."""
+    """A lease was not granted: the source frees the blocks at once, and the target computes."""
 
     reason: str
-    """Names the limit, both values and the remedy."""
+    """Reason, which names the limit, both values and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndedLease:
-    """A lease that ended; its blocks may be freed."""
+    """An ended lease; its blocks may be freed."""
 
     lease_id: str
     request_id: str
     num_blocks: int
     outcome: LeaseOutcome
     target: Target | None
-    """Its last holder; of a shared lease, that of the last claim that was done."""
+    """Last holder of the lease; for a shared lease, the holder of the last claim that was done."""
     reports: dict[int, Report]
-    """What each rank of the holder reported."""
+    """Report of each rank of the holder, by rank."""
     taken: float | None
-    """Clock reading at which that holder took it; ``None`` if nobody did."""
+    """Clock reading when this holder took the lease; ``None`` if the lease was never taken."""
     ended: float
-    """Clock reading of its end."""
+    """Clock reading at the end of the lease."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """One open lease, or one open claim on a shared lease."""
+    """An open lease, or an open claim on a shared lease."""
 
     lease: Lease
     granted: float
     deadline: float
-    """Clock reading at which it expires."""
+    """Clock reading at which the lease expires."""
     num_tokens: int = 0
-    """Tokens that are to be written before it is whole."""
+    """Number of tokens that must be written before the lease is whole."""
     written: dict[int, int] = field(default_factory=dict)
-    """Rank of the source that writes them → how many it has written."""
+    """Rank of the source that writes tokens → number of tokens that this rank has written."""
     tables: BlockTables = ()
-    """The source's block tables so far, where it was granted before they were known."""
+    """Block tables of the source so far; empty if they were known when the lease was granted."""
+    note: bytes = b""
+    """Note of the source; empty while the lease grows."""
     holder: Target | None = None
     taken: float | None = None
-    """Clock reading at which the holder took it."""
+    """Clock reading when the holder took the lease."""
     heard: float = 0.0
     """Clock reading of the holder's last renewal."""
     reports: dict[int, Report] = field(default_factory=dict)
-    """What each rank of the holder reported."""
+    """Report of each rank of the holder, by rank."""
     former: set[Target] = field(default_factory=set)
-    """Targets that have lost it."""
+    """Targets that have lost the lease."""
     base: "_Open | None" = None
-    """Of a claim, the shared lease that it is on."""
+    """The shared lease of a claim; ``None`` for a lease."""
     claims: dict[str, "_Open"] = field(default_factory=dict)
-    """Of a shared lease, the open claims on it, by id."""
+    """Open claims on a shared lease, by claim id."""
     served: EndedLease | None = None
-    """Of a shared lease, the last claim on it that was done."""
+    """Last claim on a shared lease with the outcome ``DONE``."""
     is_withdrawn: bool = False
-    """Of a shared lease, whether it ends with the last claim on it."""
+    """Whether a shared lease ends when its last open claim ends."""
 
     def take(self, target: Target, now: float) -> None:
         self.holder = target
@@ -186,7 +195,7 @@ class _Open:
 
 
 def check_rank(engine_id: str, rank: int, world_size: int) -> None:
-    """Raises BoundsError unless ``rank`` is one of the engine's ``world_size`` ranks."""
+    """Raises BoundsError unless ``rank`` is a rank of an engine of ``world_size`` ranks."""
     if not 0 <= rank < world_size:
         raise BoundsError(
             f"rank: engine {engine_id!r} reports rank {rank}, its description has ranks "
@@ -195,13 +204,13 @@ def check_rank(engine_id: str, rank: int, world_size: int) -> None:
 
 
 def _holders(entry: _Open) -> list[tuple[Target, str]]:
-    """Who holds a lease, or claims on it, and under which ids."""
+    """The holders of a lease and of its claims, each with the id that it holds."""
     held = [entry, *entry.claims.values()]
     return [(one.holder, one.lease.lease_id) for one in held if one.holder is not None]
 
 
 class LeaseTable:
-    """All leases of one source engine. Thread-safe; no method waits for anything but its lock."""
+    """All leases of one source engine. Thread-safe; no method waits, except for its lock."""
 
     def __init__(
         self,
@@ -214,13 +223,13 @@ class LeaseTable:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        duration_s: seconds that a lease lives without being renewed once it is taken.
-        max_blocks: blocks that leases may pin together, those not yet swept included.
+        duration_s: seconds that a taken lease lives without a renewal.
+        max_blocks: number of blocks that all leases may pin, including ended but unswept leases.
         takeover_after_s: seconds of the holder's silence after which another target may take a
-            lease; half of ``duration_s`` unless given. At once where its connection has gone.
-        max_age_s: seconds after which a lease expires however often it is renewed.
-        remembered: ended leases whose late messages are still answered as before.
-        clock: seconds that never run backwards; the only judge of expiry.
+            lease; half of ``duration_s`` by default. No wait if the holder's connection is gone.
+        max_age_s: seconds after which a lease expires even if its holder renews it.
+        remembered: number of ended leases whose late messages still get the same answers.
+        clock: monotonic clock, in seconds; only this clock decides on expiry.
         """
         self.duration_s = duration_s
         self.max_blocks = max_blocks
@@ -242,7 +251,7 @@ class LeaseTable:
         num_blocks: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> "LeaseTable":
-        """A table for an engine whose pool has ``num_blocks`` blocks, the null block included."""
+        """A table for an engine whose pool has ``num_blocks`` blocks, including the null block."""
         return cls(
             duration_s=options.lease_duration_s,
             max_blocks=options.leased_blocks_cap(num_blocks),
@@ -261,15 +270,15 @@ class LeaseTable:
         num_tokens: int = 0,
         writers: Iterable[int] = (),
     ) -> Lease | LeaseRefusal:
-        """Promises to keep blocks of a request, or says why not. Never waits.
+        """Promises to keep blocks of a request, or refuses and says why. Never waits.
 
         Args:
             request_id: the source's request.
-            num_blocks: how many blocks.
-            shared: whether it serves any number of requests; it is kept for :data:`SLOW` durations
-                at least.
-            num_tokens: tokens that are still to be written; none unless there are ``writers``.
-            writers: ranks of the source that write them, see :meth:`written`.
+            num_blocks: number of blocks.
+            shared: whether the lease serves any number of requests; such a lease is kept for at
+                least :data:`SLOW` durations.
+            num_tokens: number of tokens still to be written; no tokens without ``writers``.
+            writers: ranks of the source that write the tokens, see :meth:`written`.
         """
         if num_blocks < 0:
             raise ValueError(f"num_blocks: {num_blocks} is negative")
@@ -286,7 +295,7 @@ class LeaseTable:
             return lease
 
     def _why_not(self, num_blocks: int) -> str:
-        """Why so many more blocks cannot be leased out: for ever, or just now."""
+        """The reason why ``num_blocks`` more blocks cannot be leased: never, or not at present."""
         if num_blocks > self.max_blocks:
             return (
                 f"max_leased_blocks: the prompt has {num_blocks} blocks and all leases together "
@@ -299,20 +308,21 @@ class LeaseTable:
             "max_leased_blocks or add decode capacity"
         )
 
-    def allocated(self, lease_id: str, tables: BlockTables) -> None:
-        """The source's request has these block tables now. To be called before :meth:`written`
-        speaks of tokens in them; ended leases and unknown ids are ignored.
+    def allocated(self, lease_id: str, tables: BlockTables, note: bytes = b"") -> None:
+        """Records the present block tables of the source's request, and a note for the target of
+        the whole lease. Must be called before :meth:`written` reports tokens in these tables.
+        Ignores ended leases and unknown ids.
         """
         with self._lock:
             if (entry := self._open.get(lease_id)) is not None:
-                entry.tables = tables
+                entry.tables, entry.note = tables, note
 
     def written(self, lease_id: str, rank: int, num_tokens: int) -> list[tuple[Target, str]]:
-        """A rank of the source has written the first ``num_tokens`` tokens of a lease; ended ones
-        and unknown ids are ignored. Once the lease is whole its time begins.
+        """Records that a rank of the source has written the first ``num_tokens`` tokens of a lease.
+        A lease that becomes whole starts its duration. Ended leases and unknown ids are ignored.
 
         Returns:
-            Who holds it, or a claim on it, and under which id, if more can be read now.
+            Holders of the lease and of its claims, with the ids, if more tokens can be read now.
         """
         with self._lock:
             entry = self._open.get(lease_id)
@@ -328,25 +338,30 @@ class LeaseTable:
             return _holders(entry)
 
     def readable(self, lease_ids: Iterable[str]) -> dict[str, int]:
-        """How many tokens every rank of the source has written, for the leases that grow."""
+        """Number of tokens that every rank of the source has written, for the growing leases."""
         with self._lock:
             found = [(lease_id, self._open.get(lease_id)) for lease_id in lease_ids]
             grown = [(lease_id, self._readable(entry)) for lease_id, entry in found if entry]
             return {lease_id: tokens for lease_id, tokens in grown if tokens is not None}
 
     def tables(self, lease_ids: Iterable[str]) -> dict[str, BlockTables]:
-        """What :meth:`allocated` said last, for the leases of which it said anything. To be asked
-        after :meth:`readable`, so that what can be read lies in them.
+        """The last tables of :meth:`allocated`, for the leases that have any. Call this method
+        after :meth:`readable`, so that the tables contain every readable token.
         """
         with self._lock:
             found = [(lease_id, self._open.get(lease_id)) for lease_id in lease_ids]
             named = [(lease_id, entry.base or entry) for lease_id, entry in found if entry]
             return {lease_id: entry.tables for lease_id, entry in named if entry.tables}
 
+    def notes(self, lease_ids: Iterable[str]) -> dict[str, bytes]:
+        """The notes of :meth:`allocated`, for the leases that have one."""
+        with self._lock:
+            found = [(lease_id, self._open.get(lease_id)) for lease_id in lease_ids]
+            named = [(lease_id, entry.base or entry) for lease_id, entry in found if entry]
+            return {lease_id: entry.note for lease_id, entry in named if entry.note}
+
     def is_held(self, target: Target, lease_id: str) -> bool:
-        """Whether a target holds a lease, or a claim; the one without a name, where it names a
-        shared lease.
-        """
+        """Whether a target holds a lease or claim. A shared lease's id names its nameless claim."""
         entry = self._open.get(lease_id)
         if entry is not None and entry.lease.shared:
             entry = entry.claims.get(f"{lease_id}/")
@@ -361,14 +376,14 @@ class LeaseTable:
         grows: bool = False,
         lives: Callable[[Target], bool] = lambda _: True,
     ) -> dict[str, LeaseAnswer]:
-        """Takes leases for a target, or extends those it holds by one duration.
+        """Takes leases for a target, or extends the leases that the target holds by one duration.
 
         Args:
             engine_id: the target.
-            incarnation: the engine's current one; the caller has made sure of that.
+            incarnation: the current incarnation of the target; the caller must have checked this.
             lease_ids: the leases.
-            grows: whether the target knows leases that grow; if not it gets none that does.
-            lives: whether the connection of a target lives; called with this table's lock held.
+            grows: whether the target knows growing leases; if not, they stay ``PENDING``.
+            lives: whether the connection of a target is alive; called with this table's lock held.
         """
         target = (engine_id, incarnation)
         with self._lock:
@@ -389,20 +404,20 @@ class LeaseTable:
         nonce: bytes,
         world_size: int,
     ) -> FinishAnswer:
-        """Notes that all reads of one rank of the target are terminal; answers the confirm.
+        """Records that all reads of one rank of the target are complete, and answers the confirm.
 
-        The first report of a rank stands. A repetition of it gets the same answer, also after the
-        lease is done; any other report of that rank gets ``REVOKED``. An untaken lease is taken by
-        the report: its blocks were kept all the time.
+        The first report of a rank is final. A repetition of this report gets the same answer, even
+        after the lease is done. Any other report of the rank gets ``REVOKED``. A report takes a
+        lease that no target has taken: the blocks were kept all the time.
 
         Args:
             lease_id: the lease.
             engine_id: the target.
-            incarnation: the target's current incarnation; the caller has made sure of that.
-            rank: which of the target's ranks reports.
-            ok: whether its reads succeeded.
-            nonce: random, the same in repetitions of this report.
-            world_size: ranks of the *target*; the lease is done when each has reported.
+            incarnation: the current incarnation of the target; the caller must have checked this.
+            rank: the reporting rank of the target.
+            ok: whether the reads of the rank succeeded.
+            nonce: random bytes, the same in every repetition of this report.
+            world_size: number of ranks of the *target*; after this many reports the lease is done.
 
         Raises:
             BoundsError: ``rank`` is not a rank of the target.
@@ -429,15 +444,16 @@ class LeaseTable:
     def release(
         self, engine_id: str, incarnation: str, lease_ids: Iterable[str], *, keep: bool = False
     ) -> None:
-        """The target gives leases up and will count no read of them.
+        """Gives leases of the target up; the target will count no read under these leases.
 
-        Leases that it does not hold, and that somebody else holds, are left alone.
+        A lease that another target holds does not change.
 
         Args:
             engine_id: the target.
-            incarnation: its start that speaks.
+            incarnation: the sending incarnation of the target.
             lease_ids: the leases.
-            keep: leave the lease to other targets until it expires, instead of ending it.
+            keep: whether other targets may take the lease until it expires; otherwise the lease
+                ends.
         """
         target = (engine_id, incarnation)
         with self._lock:
@@ -454,8 +470,8 @@ class LeaseTable:
                     self._end(entry, LeaseOutcome.RELEASED)
 
     def withdraw(self, lease_id: str) -> bool:
-        """Ends a lease that nobody has taken, and says so; others and unknown ids are left alone.
-        A shared one on which claims are open ends with the last of them.
+        """Ends a lease that has no holder, and returns whether the lease ended. Other leases and
+        unknown ids do not change. A shared lease with open claims ends with the last claim.
         """
         with self._lock:
             entry = self._open.get(lease_id)
@@ -468,10 +484,10 @@ class LeaseTable:
             return True
 
     def revoke(self, lease_ids: Iterable[str]) -> list[tuple[Target, str]]:
-        """The source takes leases back; unknown ids are ignored.
+        """Takes leases back on behalf of the source; unknown ids are ignored.
 
         Returns:
-            Who held them, or claims on them, and under which ids.
+            Former holders of the leases and of their claims, each with the id that it held.
         """
         with self._lock:
             lost: list[tuple[Target, str]] = []
@@ -483,7 +499,7 @@ class LeaseTable:
             return lost
 
     def revoke_all(self) -> None:
-        """The source takes every lease back."""
+        """Takes all leases back on behalf of the source."""
         with self._lock:
             for entry in [entry for entry in self._open.values() if entry.base is None]:
                 self._end(entry, LeaseOutcome.REVOKED)
@@ -491,13 +507,13 @@ class LeaseTable:
     def expire(
         self, *, awake_s: float = math.inf, lives: Callable[[Target], bool] = lambda _: False
     ) -> None:
-        """Ends the leases whose time is over. To be called by the thread that answers renewals,
-        after those that have come.
+        """Ends the leases whose time is over. The thread that answers renewals must call this
+        method, after it has answered the renewals that have arrived.
 
         Args:
-            awake_s: seconds for which that thread has run without a gap. Until it has run for a
-                whole lease duration nothing ends: renewals may have come that it could not take.
-            lives: whether the connection of a target lives; called with this table's lock held.
+            awake_s: seconds for which this thread has run without a gap. During the first lease
+                duration of this time no lease ends: unread renewals may wait.
+            lives: whether the connection of a target is alive; called with this table's lock held.
         """
         if awake_s < self.duration_s:
             return
@@ -508,16 +524,16 @@ class LeaseTable:
             last_heard = self._last_heard() if due else {}
             for entry in due:
                 if entry.claims:
-                    continue  # it ends with the last of them
+                    continue  # the lease ends with its last claim
                 if self._is_slow(entry, now, last_heard, lives):
                     self._extend(entry, now, EXTENSION * self.duration_s)
-                if now >= entry.deadline:  # of its greatest age too
+                if now >= entry.deadline:  # also if the greatest age is reached
                     self._end(entry, LeaseOutcome.EXPIRED)
 
     def sweep(self) -> list[EndedLease]:
         """The leases that ended since the last call, each exactly once: free their blocks."""
         if not self._unswept:
-            return []  # engines ask in every step
+            return []  # engines call this in every step
         with self._lock:
             swept, self._unswept = self._unswept, []
             self._pinned -= sum(ended.num_blocks for ended in swept)
@@ -525,21 +541,21 @@ class LeaseTable:
 
     @property
     def num_open(self) -> int:
-        """Leases, and claims on shared ones, that have not ended."""
+        """Number of open leases and open claims."""
         return len(self._open)
 
     @property
     def pinned_blocks(self) -> int:
-        """Blocks that leases pin, those of ended but not yet swept leases included."""
+        """Number of blocks that leases pin, including ended but unswept leases."""
         return self._pinned
 
     def counters(self) -> dict[str, int]:
-        """How many leases ended in which way, and how many grants were refused."""
+        """Number of ended leases per outcome, and number of refused grants."""
         with self._lock:
             return dict(self._outcomes)
 
     def snapshot(self) -> tuple[LeaseStatus, ...]:
-        """The open leases, oldest first; claims on shared leases too, which have no blocks."""
+        """The open leases and claims, oldest first; a claim on a shared lease has no blocks."""
         with self._lock:
             now = self._clock()
             return tuple(
@@ -555,13 +571,13 @@ class LeaseTable:
                 for entry in self._open.values()
             )
 
-    # All below is called with the lock held.
+    # The caller of every method below must hold the lock.
 
     def _extend(self, entry: _Open, now: float, seconds: float) -> None:
         entry.deadline = min(now + seconds, entry.granted + self._max_age_s)
 
     def _last_heard(self) -> dict[Target, float]:
-        """When each holder last renewed any lease."""
+        """For each holder, the clock reading of its last renewal of any lease."""
         heard: dict[Target, float] = {}
         for entry in self._open.values():
             if entry.holder is not None:
@@ -575,17 +591,17 @@ class LeaseTable:
         last_heard: Mapping[Target, float],
         lives: Callable[[Target], bool],
     ) -> bool:
-        """Whether somebody may want a lease who cannot say so: we ourselves, or its holder."""
+        """Whether the source, or a holder that cannot say so now, may still want a lease."""
         if not self._is_whole(entry):
             return True
         if entry.holder is None or now - entry.heard >= SLOW * self.duration_s:
             return False
         if last_heard[entry.holder] - entry.heard >= self._takeover_after_s:
-            return False  # it renews others, and not this
+            return False  # the holder renews other leases, but not this lease
         return lives(entry.holder)
 
     def _named(self, lease_id: str, now: float) -> _Open | None:
-        """The open lease that a target speaks of, or claim, which begins by being spoken of."""
+        """The open lease or claim of a target's message; the first message begins a claim."""
         base = self._open.get(lease_of(lease_id))
         if base is None or not base.lease.shared:
             return self._open.get(lease_id)
@@ -599,7 +615,7 @@ class LeaseTable:
         return claim
 
     def _readable(self, entry: _Open) -> int | None:
-        """How many tokens every rank of the source has written; ``None`` once that is all."""
+        """Number of tokens that all source ranks have written; ``None`` if the lease is whole."""
         base = entry.base or entry
         tokens = min(base.written.values(), default=base.num_tokens)
         return tokens if tokens < base.num_tokens else None
@@ -625,8 +641,8 @@ class LeaseTable:
         if not (grows or self._is_whole(entry)):
             return LeaseAnswer.PENDING
         if entry.holder is not None and entry.holder != target:
-            # Another start of the same engine was given the same request: the one before is gone,
-            # or somebody has sent them both the request, and then either may have it.
+            # The router gave the same request to another start of the same engine. The earlier
+            # start is gone; or both starts have the request, and then either may have the lease.
             is_other = entry.holder[0] != target[0]
             is_heard = now - entry.heard < self._takeover_after_s
             if is_other and is_heard and lives(entry.holder):
@@ -648,13 +664,13 @@ class LeaseTable:
     def _late_finish(
         self, lease_id: str, target: Target, rank: int, report: Report
     ) -> FinishAnswer:
-        """Answers a report on an ended lease: only a repetition of a confirmed one is confirmed."""
+        """Answers a report on an ended lease: only a repetition of a confirmed report is good."""
         ended = self._done_by(lease_id, target)
         is_held = ended is not None and ended.reports.get(rank) == report
         return FinishAnswer.HELD if is_held else FinishAnswer.REVOKED
 
     def _done_by(self, lease_id: str, target: Target) -> EndedLease | None:
-        """The ended lease, if every rank of this target has reported it."""
+        """The ended lease or claim if all ranks of this target have reported, else ``None``."""
         ended = self._ended.get(f"{lease_id}/", self._ended.get(lease_id))
         if ended is None or ended.outcome is not LeaseOutcome.DONE or ended.target != target:
             return None
@@ -666,7 +682,7 @@ class LeaseTable:
         for claim in list(entry.claims.values()):
             self._end(claim, outcome)
         if entry.served is not None and outcome is LeaseOutcome.EXPIRED:
-            outcome = LeaseOutcome.DONE  # its time was over, and it was of use
+            outcome = LeaseOutcome.DONE  # its time was over, but a claim was done
         last = entry.served
         ended = EndedLease(
             lease.lease_id,
@@ -688,7 +704,7 @@ class LeaseTable:
             self._end_claim(entry.base, ended)
 
     def _end_claim(self, base: _Open, ended: EndedLease) -> None:
-        """A claim has ended; with the last one its lease does, if its time is over."""
+        """Removes an ended claim. The last claim also ends its lease if its time is over."""
         del base.claims[ended.lease_id]
         if ended.outcome is LeaseOutcome.DONE:
             base.served = ended

@@ -1,7 +1,8 @@
-"""What a :class:`~kvferry.control.client.ControlClient` reaches servers over.
+"""The links over which a :class:`~kvferry.control.client.ControlClient` reaches servers.
 
-A link carries bytes to one server and back, and tells when it is lost. What is said on it, and what
-its loss means, others decide: :class:`~kvferry.control.connection.Connection` knows no sockets.
+A link carries bytes to a server and back, and tells when it is lost. Other modules decide on the
+messages and on the meaning of a loss: :class:`~kvferry.control.connection.Connection` knows no
+sockets.
 """
 
 import threading
@@ -26,64 +27,65 @@ from kvferry.zeromq import (
 )
 
 MAX_SOCKETS = 65_535
-"""ZeroMQ's own limit; 1,023 unless set, and a link takes three. Open files are the real one."""
+"""ZeroMQ's own limit of sockets (its default is 1,023; a link takes three). The real limit is the
+number of open files."""
 
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # enums take longer than the look itself
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # enums take longer than the check itself
 
 
-class Link(Protocol):
-    """One connection to a server: it is never made again once it is lost. Not thread-safe."""
+class ControlLink(Protocol):
+    """A connection to a server; a lost link is never restored. Not thread-safe."""
 
     @property
     def descriptors(self) -> tuple[Hashable, Hashable]:
-        """What :meth:`Mailbox.watch` takes: the first has news when something may have come, the
-        second when the link may be lost. Any use of the link may take the news away.
+        """Descriptors for :meth:`Mailbox.watch`. The first descriptor becomes ready when a message
+        may have arrived, the second when the link may be lost. Any use of the link may reset them.
         """
 
     def send(self, payload: bytes) -> None:
         """Sends a message; never waits.
 
         Raises:
-            PeerLostError: it cannot be sent.
+            PeerLostError: the message cannot be sent.
         """
 
     def receive(self) -> bytes | None:
-        """The next message that has come; ``None`` if there is none."""
+        """The next received message; ``None`` if there is no message."""
 
     def why_lost(self) -> PeerLostError | None:
-        """Why nothing comes any more; ``None`` as long as something may."""
+        """The reason why no message can arrive any more; ``None`` if messages may still arrive."""
 
     def close(self) -> None:
-        """Drops it, with what was not sent yet."""
+        """Closes the link; unsent messages are lost."""
 
 
-class Network(Protocol):
-    """Makes links. All methods may be called from any thread."""
+class ControlNetwork(Protocol):
+    """Makes links. Any thread may call any method."""
 
-    def connect(self, address: str, host: str) -> Link:
+    def connect(self, address: str, host: str) -> ControlLink:
         """Begins to connect; returns at once.
 
         Args:
             address: ``host:port`` as the caller knows it.
-            host: its host, resolved.
+            host: the resolved host of the address.
 
         Raises:
             ConfigError: a key is wrong.
-            PeerLostError: it is no address.
+            PeerLostError: the address is invalid.
         """
 
     def look_up(self, host: str) -> "Future[str]":
-        """The address of a named host; returns at once. The future may raise PeerLostError."""
+        """The address of a host name; returns at once. The future may raise PeerLostError."""
 
     def close(self) -> None:
         """Ends all links. Idempotent."""
 
 
 class ZmqNetwork(Closing):
-    """ZeroMQ's sockets: a DEALER for each link."""
+    """Links over ZeroMQ: a DEALER socket per link."""
 
     def __init__(self, options: ControlOptions) -> None:
-        """Connects to nobody yet.
+        """Prepares a network without links.
 
         Args:
             options: timeouts, limits, keys.
@@ -93,11 +95,11 @@ class ZmqNetwork(Closing):
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
 
     def connect(self, address: str, host: str) -> "ZmqLink":
-        """See :meth:`Network.connect`."""
+        """See :meth:`ControlNetwork.connect`."""
         return ZmqLink(self._context, address, host, self._options)
 
     def look_up(self, host: str) -> "Future[str]":
-        """See :meth:`Network.connect`. On a thread of its own, since it may take long."""
+        """See :meth:`ControlNetwork.look_up`. Uses a new thread: a look-up may take long."""
         found: Future[str] = Future()
 
         def run() -> None:
@@ -110,7 +112,7 @@ class ZmqNetwork(Closing):
         return found
 
     def close(self) -> None:
-        """See :meth:`Network.close`."""
+        """See :meth:`ControlNetwork.close`."""
         self._context.destroy(linger=0)
 
 
@@ -118,7 +120,7 @@ class ZmqLink:
     """A DEALER socket, and the monitor that tells when it is lost."""
 
     def __init__(self, context: Context, address: str, host: str, options: ControlOptions) -> None:
-        """See :meth:`Network.connect`."""
+        """See :meth:`ControlNetwork.connect`."""
         self._address = address
         self._host = host
         try:
@@ -133,7 +135,7 @@ class ZmqLink:
         try:
             configure(self._socket, options, is_server=False)
             self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost connection is dropped instead
-            # The peer's kernel answers this.
+            # The kernel of the peer answers this.
             self._socket.setsockopt(zmq.CONNECT_TIMEOUT, max(1, round(options.heartbeat_s * 1000)))
             connect(self._socket, host, split_address(address)[1])
         except zmq.ZMQError as error:
@@ -148,7 +150,7 @@ class ZmqLink:
         )
 
     def send(self, payload: bytes) -> None:
-        """See :meth:`Link.send`."""
+        """See :meth:`ControlLink.send`."""
         try:
             self._socket.send(payload, zmq.NOBLOCK)
         except zmq.Again as error:
@@ -157,13 +159,13 @@ class ZmqLink:
             raise PeerLostError(f"{self._address}: {error}") from error
 
     def receive(self) -> bytes | None:
-        """See :meth:`Link.receive`."""
+        """See :meth:`ControlLink.receive`."""
         if not _can_receive(self._socket):
             return None
         return self._socket.recv_multipart(zmq.NOBLOCK)[-1]
 
     def why_lost(self) -> PeerLostError | None:
-        """See :meth:`Link.why_lost`; looks at the monitor."""
+        """See :meth:`ControlLink.why_lost`; looks at the monitor."""
         if not _can_receive(self._monitor):
             return None
         event = recv_monitor_message(self._monitor)["event"]
@@ -172,7 +174,7 @@ class ZmqLink:
         return PeerLostError(f"{self._address}: {CONNECTION_LOST[event]}")
 
     def close(self) -> None:
-        """See :meth:`Link.close`."""
+        """See :meth:`ControlLink.close`."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)

@@ -1,30 +1,30 @@
 """The wire schema of the control channel: tagged structs, MessagePack, one frame per message.
 
-A request carries an ``id`` that its reply echoes. Structs are frozen and evolve by optional fields
-at the end, so that releases of one protocol range understand each other; a field that is unknown
-here is ignored. Requests:
+A request carries an ``id``, and the reply repeats this id. Structs are frozen. They evolve by
+optional fields at the end, so that releases of one protocol range understand each other; a decoder
+ignores unknown fields. Requests:
 
 ==================  ==================================  ===================================
-request             who sends it                        answer
+request             sender                              answer
 ==================  ==================================  ===================================
 :class:`Handshake`  scheduler half, once per pair       :class:`HandshakeReply`, :class:`Refused`
 :class:`Renew`      target's scheduler half             :class:`Renewed`
 :class:`Finishes`   target's ranks                      :class:`FinishReply`
 :class:`Release`    target's scheduler half             :class:`Released`
 :class:`Ask`        target's scheduler half             :class:`Asked`
-:class:`StatusRequest`  anyone                          :class:`StatusReply`
-:class:`TraceRequest`  anyone                           :class:`TraceReply`
-:class:`DescriptionRequest`  anyone                     :class:`DescriptionReply`
+:class:`StatusRequest`  any client                      :class:`StatusReply`
+:class:`TraceRequest`  any client                       :class:`TraceReply`
+:class:`DescriptionRequest`  any client                 :class:`DescriptionReply`
 ==================  ==================================  ===================================
 
-A source whose lease grows, or is revoked, tells its holder at once, with a :class:`Renewed` that
-answers nothing (its id is 0); likewise it tells who has asked for a transfer, with an
-:class:`Asked`. A request about leases proves for each of them that its sender was given the
-ticket, an :class:`Ask` that it was given the transfer, see :mod:`kvferry.control.proofs`. Any
-request may be answered by :class:`ErrorReply`, whose ``name`` is a class of
-:mod:`kvferry.errors`. ``engine_id`` and
-``incarnation`` always speak of the target (the engine whose blocks are filled),
-``source_incarnation`` of the engine whose blocks are read.
+A source tells the holder of a lease at once if the lease grows or is revoked. The source sends a
+:class:`Renewed` with id 0, which answers no request. In the same way, the source sends an
+:class:`Asked` with id 0 to every target that has asked for a transfer. A request about leases
+contains, for each lease, a proof that the sender was given the ticket; an :class:`Ask` contains a
+proof that the sender was given the transfer (see :mod:`kvferry.control.proofs`). Any request may be
+answered by :class:`ErrorReply`, whose ``name`` is a class of :mod:`kvferry.errors`. ``engine_id``
+and ``incarnation`` always mean the target (the engine whose blocks are filled);
+``source_incarnation`` means the engine whose blocks are read.
 """
 
 import enum
@@ -36,57 +36,61 @@ from kvferry.decoding import decode
 from kvferry.topology.description import EngineDescription
 
 MAX_ITEMS = 1024
-"""Leases or finishes that one message names at most."""
+"""Largest number of leases or finishes in one message."""
 MAX_ID_CHARS = 256
-"""Characters of the longest id that a message names."""
+"""Largest number of characters of an id in a message."""
+MAX_NOTE_BYTES = 1 << 18
+"""Largest number of bytes of a note."""
 MAX_TRACES = 16
-"""Requests of which one :class:`TraceReply` tells, the newest ones."""
+"""Largest number of requests in one :class:`TraceReply`; the newest requests are reported."""
 
 Id: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
 Proof: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
 Proofs: TypeAlias = Annotated[dict[Id, Proof], msgspec.Meta(max_length=MAX_ITEMS)]
-"""Lease id → the proof that the sender may speak of it."""
+"""Lease id → proof that the sender may speak of this lease."""
+Note: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_NOTE_BYTES)]
+"""Bytes that the engine of the source wrote for the engine of the target, beside a whole prompt."""
 BlockId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 BlockTables: TypeAlias = tuple[tuple[BlockId, ...], ...]
-"""Whole block tables of a request, one per KV cache group."""
+"""Whole block tables of a request, one table per KV cache group."""
 
 
 class LeaseAnswer(enum.StrEnum):
-    """What the source says of a lease when its target renews it."""
+    """Answer of the source when the target renews a lease."""
 
     HELD = "held"
     """The blocks are kept for this target for one more lease duration."""
     PENDING = "pending"
-    """The blocks are kept, and cannot be read yet; ask again in a moment. For targets that do not
-    know leases that grow."""
+    """The blocks are kept, but cannot be read yet; the target must ask again in a moment. Only a
+    target that does not know growing leases gets this answer."""
     TAKEN = "taken"
     """Another target engine holds the lease now."""
     DONE = "done"
     """Every rank of this target has reported; there is nothing left to renew."""
     REVOKED = "revoked"
-    """The lease will never be held by this target again; what it reads must not be used."""
+    """This target will never hold the lease again and must not use the data that it reads."""
 
 
 class AskState(enum.StrEnum):
-    """What the source says of a transfer for which its target asks."""
+    """Answer of the source when the target asks for a transfer."""
 
     UNKNOWN = "unknown"
-    """No request here has it, or has it yet; ask again."""
+    """No request of the source has this transfer, or no request has it yet; ask again."""
     COMING = "coming"
-    """Its request is here; who asked is told as soon as there is more to say."""
+    """The source has the request of the transfer, and tells the target when there is news."""
     LENT = "lent"
-    """Here is the ticket."""
+    """The answer contains the ticket."""
     NEVER = "never"
-    """Nothing is lent, and nothing will be."""
+    """The source lends nothing for this transfer, and never will."""
 
 
 class FinishAnswer(enum.StrEnum):
-    """The confirm: may the rank use what it has read?"""
+    """The confirm: whether the rank may use the data that it has read."""
 
     HELD = "held"
     """The blocks were kept until the rank had finished; the data is good."""
     REVOKED = "revoked"
-    """They may have been reused while the rank was reading; drop the data."""
+    """The blocks may have been reused while the rank was reading; drop the data."""
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -96,59 +100,55 @@ class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     description: EngineDescription
 
 
-class Renew(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Takes leases (the first time) and extends them, all of one target at one source."""
+class ToSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of every message from a target: the target, and the source that the target knows."""
 
     id: int
     engine_id: Id
+    """Engine id of the target."""
     incarnation: Id
+    """Incarnation of the sending target."""
     source_incarnation: Id
+    """Incarnation of the source to which the message is addressed."""
+
+
+class Renew(ToSource, frozen=True, kw_only=True, tag=True):
+    """Takes leases (the first time) or extends them; all leases of one target at one source."""
+
     leases: Proofs
     grows: bool = False
-    """Whether the sender knows leases that grow."""
+    """Whether the sender knows growing leases."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
-    """All reads of one rank for one lease are terminal."""
+    """Says that all reads of one rank for one lease are complete."""
 
     lease_id: Id
     rank: int
     ok: bool
-    """Whether they all succeeded; a rank that needed nothing says true."""
+    """Whether all reads succeeded; a rank that had nothing to read says true."""
     nonce: Proof
-    """Random, of this report and its repetitions: nobody else's report is taken for one."""
+    """Random bytes of this report and its repetitions; they tell it from every other report."""
     proof: Proof
 
 
-class Finishes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Finishes of ranks of one target, together."""
+class Finishes(ToSource, frozen=True, kw_only=True, tag=True):
+    """Several finishes of ranks of one target."""
 
-    id: int
-    engine_id: Id
-    incarnation: Id
-    source_incarnation: Id
     items: Annotated[tuple[Finish, ...], msgspec.Meta(max_length=MAX_ITEMS)]
 
 
-class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The target gives leases up: it needs nothing of them any more and counts no read."""
+class Release(ToSource, frozen=True, kw_only=True, tag=True):
+    """Gives leases up: the target needs nothing more of the leases and counts no read."""
 
-    id: int
-    engine_id: Id
-    incarnation: Id
-    source_incarnation: Id
     leases: Proofs
     keep: bool = False
     """Whether another target engine may take the leases; otherwise their blocks are freed."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks for the ticket of a transfer, which a router has given to both engines at once."""
+class Ask(ToSource, frozen=True, kw_only=True, tag=True):
+    """Asks for the ticket of a transfer that a router has given to both engines at once."""
 
-    id: int
-    engine_id: Id
-    incarnation: Id
-    source_incarnation: Id
     transfer_id: Id
     proof: Proof
 
@@ -160,121 +160,125 @@ class StatusRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks what the engine did for a request."""
+    """Asks for the engine's record of a request."""
 
     id: int
     request_id: Id
-    """Of the request here or at the source of its load; a part of it between hyphens will do."""
+    """Request id at this engine, or at the source of the load. A part of the id between two hyphens
+    is enough."""
 
 
 class DescriptionRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks what the engine would say of itself in a handshake; it changes nothing."""
+    """Asks for the description that the engine would send in a handshake; changes nothing."""
 
     id: int
 
 
 class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The pair fits; this is the answering engine."""
+    """The two engines fit together. Contains the description of the answering engine."""
 
     id: int
     description: EngineDescription
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The pair can never exchange KV."""
+    """The two engines can never exchange KV."""
 
     id: int
     engine_id: str
-    """The answering engine."""
+    """Engine id of the answering engine."""
     mismatches: tuple[str, ...]
     """One sentence per difference, each with both values and the remedy."""
 
 
 class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answers a :class:`Renew`, lease by lease; with id 0, tells of leases without being asked."""
+    """Answers a :class:`Renew`, lease by lease. A source sends it unasked with id 0."""
 
     id: int
     states: dict[str, LeaseAnswer]
     written: dict[str, int] = {}
-    """For each lease that grows, the tokens that can be read so far, from token 0; the others are
-    whole."""
+    """Lease id → number of readable tokens so far, from token 0, for each lease that grows. All
+    other leases are whole."""
     tables: dict[str, BlockTables] = {}
-    """For each lease that was granted before its blocks were allocated, the source's block tables
-    so far, in place of its ticket's."""
+    """Lease id → block tables of the source so far, for each lease that was granted before the
+    blocks were allocated. They replace the block tables of the ticket."""
+    notes: dict[str, Note] = {}
+    """Lease id → note of the source, for each whole lease that grew and has a note."""
 
 
 class FinishReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answers :class:`Finishes`, in the order of its items."""
+    """Answers :class:`Finishes`, in the order of the items."""
 
     id: int
     answers: tuple[FinishAnswer, ...]
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The release is noted."""
+    """The source has recorded the release."""
 
     id: int
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answers an :class:`Ask`; with id 0, tells who has asked without being asked again."""
+    """Answers an :class:`Ask`. With id 0, the source sends it to the asking target unasked."""
 
     id: int
     transfer_id: str
     state: AskState
     ticket: str = ""
-    """The signed ticket, whose secret only those can read who have the transfer's
-    (:func:`kvferry.control.proofs.veil`); empty unless it is lent."""
+    """The signed ticket; empty unless the state is ``LENT``. The secret in the ticket is veiled:
+    only an engine with the secret of the transfer can read it
+    (:func:`kvferry.control.proofs.veil`)."""
     reason: str = ""
-    """Why nothing is lent, for people; empty unless that is so."""
+    """Reason, for people, why nothing is lent; empty in every other state."""
 
 
 class ErrorReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request was refused; nothing changed."""
+    """The engine refused the request; nothing changed."""
 
     id: int
-    """0 when the request could not be decoded."""
+    """Id of the request; 0 if the request could not be decoded."""
     name: str
     """Name of a class of :mod:`kvferry.errors`."""
     message: str
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One other engine, as this one sees it."""
+    """Status of another engine, as seen by this engine."""
 
     engine_id: str
     incarnation: str
     state: str
     """``"ready"`` or ``"refused"``."""
     age_s: float
-    """Seconds since it was first seen in this incarnation."""
+    """Seconds since this incarnation of the peer was first seen."""
     last_seen_s: float
-    """Seconds since its last message."""
+    """Seconds since the peer's last message."""
     ranks: int
     last_error: str = ""
     loaded_bytes: int = 0
-    """KV bytes that ranks of this engine have loaded from it."""
+    """Number of KV bytes loaded from the peer by ranks of this engine."""
     transport: str = ""
-    """What moved the last of them; empty if none were."""
+    """Name of the transport that moved the last of these bytes; empty if none were moved."""
 
 
 class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One open lease on blocks of this engine."""
+    """An open lease on blocks of this engine."""
 
     lease_id: str
     request_id: str
     num_blocks: int
     age_s: float
     remaining_s: float
-    """Seconds until it expires unless it is renewed."""
+    """Seconds until the lease expires if it is not renewed."""
     target: str
-    """Engine id of its holder; empty until one takes it."""
+    """Engine id of the holder; empty until a target takes the lease."""
     ranks_done: tuple[int, ...]
     """Ranks of the target that have reported."""
 
 
 class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One load under way into this engine."""
+    """A current load into this engine."""
 
     request_id: str
     lease_id: str
@@ -288,7 +292,7 @@ class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An error that this engine noted."""
+    """An error recorded by this engine."""
 
     time: float
     """Unix seconds of this machine's wall clock."""
@@ -296,22 +300,27 @@ class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``kvferry status`` shows."""
+    """The content of ``kvferry status``."""
 
     engine_id: str
     incarnation: str
     role: str
     """``kv_producer``, ``kv_consumer`` or ``kv_both``."""
     ready: bool
-    """Whether it answers handshakes."""
+    """Whether the engine answers handshakes."""
     uptime_s: float
     peers: tuple[PeerStatus, ...]
     leases: tuple[LeaseStatus, ...]
     transfers: tuple[TransferStatus, ...]
     counters: dict[str, int]
-    """Messages, errors and lease outcomes since the start, by name."""
+    """Number of messages, errors and lease outcomes since the start, by name."""
     errors: tuple[ErrorEvent, ...]
-    """The last ones, oldest first."""
+    """The last errors, oldest first."""
+    release: str = ""
+    """The engine's release of kvferry; empty if the engine does not say."""
+    serving_engine: str = ""
+    """The serving engine and its release; empty while the engine starts, and if the engine does not
+    tell."""
 
 
 class StatusReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -322,49 +331,49 @@ class StatusReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TracePart(msgspec.Struct, frozen=True, kw_only=True):
-    """One stretch of a request's life on one engine."""
+    """A part of a request's life on one engine, between two times."""
 
     name: str
-    """What was done or waited for: ``handshake``, ``read`` and others."""
+    """Name of the work or the wait: ``handshake``, ``read`` and others."""
     started: float
     """Unix seconds of this engine's wall clock."""
     seconds: float
     is_open: bool = False
-    """Whether it goes on."""
+    """Whether the part has not ended yet."""
     rank: int | None = None
-    """The rank that did it; ``None`` for the scheduler half."""
+    """The rank that did the work; ``None`` for the scheduler half."""
     source_ranks: tuple[int, ...] = ()
-    """Ranks of the source that it read from."""
+    """Ranks of the source from which the rank read."""
     transport: str = ""
     nbytes: int = 0
     note: str = ""
-    """What else there is to say."""
+    """Further remarks, for people."""
     error: str = ""
-    """Why it failed; empty if it did not."""
+    """Reason of the failure; empty if the part did not fail."""
     moving: float = 0.0
-    """Of its seconds those in which something moved, where that was measured."""
+    """Number of the part's seconds during which bytes moved; 0 if this was not measured."""
 
 
 class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine did for one request, without anything that only a peer may know."""
+    """The record of one engine for one request, without data that only a peer may know."""
 
     request_id: str
     peer: str = ""
-    """Engine id of the other side, once it is known."""
+    """Engine id of the other side; empty until it is known."""
     peer_request_id: str = ""
-    """The request's id at the source of its load; empty where nothing was to be loaded."""
+    """The request's id at the source of the load; empty if nothing was to be loaded."""
     traceparent: str = ""
-    """The W3C trace context that it came with."""
+    """W3C trace context of the request."""
     started: float
-    """Unix seconds of this engine's wall clock: when it arrived."""
+    """Unix seconds of this engine's wall clock at which the request arrived."""
     seconds: float
-    """From then to its end here, or to now."""
+    """Seconds from the arrival to the end of the request at this engine, or to now."""
     outcome: str
-    """How it stands or ended here, in a few words."""
+    """State or outcome of the request at this engine, in a few words."""
     error: str = ""
-    """The first thing that went wrong, also where the request got on."""
+    """The first error of the request, even if the request went on."""
     parts: tuple[TracePart, ...]
-    """In the order in which they began."""
+    """Parts of the request's life, in the order in which they began."""
 
 
 class TraceReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -375,9 +384,9 @@ class TraceReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     now: float
     """Unix seconds of this engine's wall clock, so that clocks can be compared."""
     remembered: int
-    """Requests that this engine can tell of."""
+    """Number of remembered requests."""
     requests: tuple[RequestTrace, ...]
-    """Those that were asked for, oldest first; none where it knows no such request."""
+    """The requests with the given id, oldest first; empty if this engine knows no such request."""
 
 
 class DescriptionReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -387,7 +396,7 @@ class DescriptionReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     role: str
     """``kv_producer``, ``kv_consumer`` or ``kv_both``."""
     description: EngineDescription
-    """Its endpoints are empty: they hold what only a peer may know."""
+    """The description without its endpoints: endpoints contain data that only a peer may know."""
 
 
 Request: TypeAlias = (
@@ -412,21 +421,21 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Any) -> bytes:
-    """The MessagePack of a struct of this module."""
+    """Encodes a struct of this module as MessagePack."""
     return _encoder.encode(message)
 
 
 def decode_request(payload: bytes) -> Request:
-    """Decodes what a client sent.
+    """Decodes a message of a client.
 
     Raises:
-        DecodeError: the bytes are not a request of this schema; the message says what is wrong.
+        DecodeError: the bytes are not a request of this schema; the message gives the reason.
     """
     return decode(_requests, payload, "request")
 
 
 def decode_reply(payload: bytes) -> Reply:
-    """Decodes what a server sent.
+    """Decodes a message of a server.
 
     Raises:
         DecodeError: the bytes are not a reply of this schema.

@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 class CurveKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keys that encrypt the control channel and say who may speak on it.
+    """Keys that encrypt the control channel and decide which clients may use it.
 
-    The plain setup gives every process of a cluster one pair (:func:`make_keys`): servers admit
-    the clients that own it. A client with a pair of its own (a monitor, say) sets ``server_key``,
-    and its public key is listed in the servers' ``allowed_keys``.
+    In the simple setup, all processes of a cluster share a key pair (:func:`make_keys`): servers
+    admit the clients that own this pair. A client with its own pair (for example a monitor) sets
+    ``server_key``, and its public key is listed in the servers' ``allowed_keys``.
     """
 
     public_key: str
@@ -21,9 +21,9 @@ class CurveKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     secret_key: str
     """This process's secret key: 40 characters of Z85."""
     server_key: str | None = None
-    """Public key of the servers it connects to; its own ``public_key`` unless given."""
+    """Public key of the servers to which this process connects; by default ``public_key``."""
     allowed_keys: tuple[str, ...] = ()
-    """Public keys of clients that its server admits beside its own."""
+    """Public keys of further clients that this process's server admits."""
 
     def __post_init__(self) -> None:
         named = [("public_key", self.public_key), ("secret_key", self.secret_key)]
@@ -31,7 +31,7 @@ class CurveKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             named.append(("server_key", self.server_key))
         named += [("allowed_keys", key) for key in self.allowed_keys]
         for field, key in named:
-            # The value is left out of the message: it may be the secret one.
+            # The message does not contain the value: it may be the secret key.
             if len(key) != 40 or not key.isascii():
                 raise ValueError(f"{field}: a CURVE key is 40 characters of Z85, got {len(key)}")
 
@@ -40,36 +40,37 @@ class CurveKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How the control channel behaves. All engines of a cluster may differ in any of these."""
+    """Options of the control channel. All engines of a cluster may differ in any of them."""
 
     lease_duration_s: float = 30.0
-    """Seconds that a lease lives without being renewed, by the source's monotonic clock; three
-    times as long before it is taken, and while its holder's connection lives."""
+    """Seconds that a lease lives without a renewal, by the source's monotonic clock. The time is
+    three times as long before a target takes the lease, and while the holder's connection is alive.
+    """
     renewals_per_lease: int = 6
-    """How often the target renews within one lease duration."""
+    """Number of renewals by the target within a lease duration."""
     takeover_after_s: float | None = None
     """Seconds without renewal after which another target may take a lease over; half of
-    ``lease_duration_s`` unless given."""
+    ``lease_duration_s`` by default."""
     max_lease_age_s: float = 1800.0
-    """Seconds after which a lease ends however often it is renewed."""
+    """Seconds after which a lease ends even if its holder renews it."""
     max_leased_blocks: int | None = None
-    """KV blocks that leases may pin together; three quarters of the pool unless given."""
+    """Number of KV blocks that leases may pin together; three quarters of the pool by default."""
     request_timeout_s: float = 120.0
-    """Seconds after which a peer whose connection lives, and which has not answered, counts as
-    hung: a process may not get to run for a minute."""
+    """Seconds without an answer after which a peer with a live connection counts as hung; a process
+    may fail to run for a minute."""
     heartbeat_s: float = 3.0
-    """Seconds between ZeroMQ heartbeats, which need nothing of a process's Python; a peer that
-    misses three is disconnected."""
+    """Seconds between ZeroMQ heartbeats, which do not depend on a process's Python code. A peer
+    that misses three heartbeats is disconnected."""
     max_message_bytes: int = 16 << 20
-    """Bytes of the largest message that is accepted or sent."""
+    """Number of bytes of the largest accepted or sent message."""
     max_peers: int = 1024
-    """Peers that are remembered; the one silent for longest makes room."""
+    """Number of remembered peers; the peer that was silent for longest makes room."""
     remembered_leases: int = 16384
-    """Ended leases whose late messages are still answered as before."""
+    """Number of ended leases whose late messages still get the same answers."""
     remembered_errors: int = 64
-    """Errors kept for ``kvferry status``."""
+    """Number of errors kept for ``kvferry status``."""
     curve: CurveKeys | None = None
-    """Keys; without them the channel is neither encrypted nor authenticated."""
+    """CURVE keys; without keys the channel is neither encrypted nor authenticated."""
 
     def __post_init__(self) -> None:
         for field in ("lease_duration_s", "max_lease_age_s", "request_timeout_s", "heartbeat_s"):
@@ -96,12 +97,12 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def leased_blocks_cap(self, num_blocks: int) -> int:
-        """Blocks that leases may pin in a pool of ``num_blocks`` (the null block included)."""
+        """Number of blocks that leases may pin in a pool of ``num_blocks``, null block included."""
         return num_blocks * 3 // 4 if self.max_leased_blocks is None else self.max_leased_blocks
 
 
 def configure(socket: "Socket", options: ControlOptions, *, is_server: bool) -> None:
-    """Sets what the options say of a socket, before it is bound or connected.
+    """Sets the options of a socket, before the socket is bound or connected.
 
     Raises:
         ConfigError: a key is not Z85, or this libzmq was built without CURVE.
@@ -116,12 +117,12 @@ def configure(socket: "Socket", options: ControlOptions, *, is_server: bool) -> 
     if (keys := options.curve) is not None:
         servers = None if is_server else keys.server_key or keys.public_key
         use_curve(socket, keys.public_key, keys.secret_key, servers)
-        # Whether a key is admitted is decided in Python.
+        # Python code decides whether a key is admitted.
         socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, round(options.request_timeout_s * 1000)))
 
 
 def make_keys() -> CurveKeys:
-    """A new CURVE key pair for a cluster.
+    """Makes a new CURVE key pair for a cluster.
 
     Raises:
         ConfigError: the installed libzmq was built without CURVE.

@@ -1,4 +1,4 @@
-"""What an engine knows of the other engines: one :class:`Peer` for each start of each, in one
+"""The peers of an engine: a :class:`PeerRecord` for each incarnation of each other engine, in a
 :class:`PeerTable`.
 """
 
@@ -13,46 +13,47 @@ from kvferry.errors import HandshakeNeededError, IncompatibleError
 from kvferry.topology.description import EngineDescription
 
 MAX_ERROR_CHARS = 1000
-"""Characters of an error that are kept of a peer."""
+"""Largest number of characters of an error kept for a peer."""
 KEPT_S = 600.0
-"""Seconds without a message after which a peer that is not connected is forgotten."""
+"""Seconds without a message after which a peer without a connection is forgotten."""
 LOOK_S = 60.0
-"""Seconds between two looks for such peers."""
+"""Seconds between two checks for such peers."""
 
 
 @dataclass(slots=True)
-class Peer:
-    """One start of another engine. Nothing that it sent is kept but its names and its size."""
+class PeerRecord:
+    """An incarnation of another engine. Of its description, only names and size are kept."""
 
     engine_id: str
     incarnation: str
     world_size: int
-    """Ranks of the engine."""
+    """Number of ranks of the engine."""
     state: Literal["ready", "refused"]
-    """Refused peers are kept to be shown; nothing is exchanged with them."""
+    """State of the peer. Refused peers are kept for the status only; nothing is exchanged with
+    them."""
     since: float
-    """Clock reading at which it was first seen."""
+    """Clock reading at which the peer was first seen."""
     last_seen: float
-    """Clock reading of its last message."""
+    """Clock reading of the peer's last message."""
     last_error: str = ""
     connection: bytes = b""
-    """How our socket names the connection on which it last renewed a lease; empty before."""
+    """The socket's name of the connection on which the peer last renewed a lease; empty before."""
     is_trusted: bool = False
-    """Whether it has shown a ticket of ours, or we asked it for KV: who has done neither makes
-    room first."""
+    """Whether the peer has shown a ticket of this engine, or this engine asked the peer for KV.
+    Other peers make room first."""
     is_source: bool = False
-    """Whether we ask it for KV: it need not say anything itself to be kept."""
+    """Whether this engine asks the peer for KV; such a peer is kept even if it sends nothing."""
     loaded_bytes: int = 0
-    """KV bytes that our ranks have loaded from it."""
+    """Number of KV bytes loaded from the peer by ranks of this engine."""
     transport: str = ""
-    """What moved the last of them."""
+    """Name of the transport that moved the last of these bytes."""
 
 
 class PeerTable:
-    """All engines that one engine has shaken hands with. Thread-safe.
+    """All engines with which an engine has shaken hands. Thread-safe.
 
-    Anybody may shake hands under any name, so a handshake takes nothing from anybody: two starts
-    of one engine stand side by side until one of them is silent. What they may do is decided lease
+    Any engine may shake hands under any name, so a handshake removes no other peer: two
+    incarnations of an engine coexist until either of them is silent. Their rights are decided lease
     by lease, see :mod:`kvferry.control.proofs`.
     """
 
@@ -64,30 +65,31 @@ class PeerTable:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        max_peers: peers remembered. First refused ones make room, then such as have shown no
-            ticket or are silent, the longest silent one first.
-        silence_s: seconds without a message after which a peer counts as silent; a start that
-            has a successor is dropped then.
-        clock: seconds that never run backwards.
+        max_peers: number of remembered peers. First refused peers make room, then peers that have
+            shown no ticket or are silent; among these, the peer that was silent for longest.
+        silence_s: seconds without a message after which a peer counts as silent; a silent
+            incarnation with a successor is dropped.
+        clock: monotonic clock, in seconds.
         """
         self._max_peers = max_peers
         self._silence_s = silence_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._peers: dict[tuple[str, str], Peer] = {}
-        self._starts: dict[str, dict[str, Peer]] = {}
-        """The same by engine id and incarnation, the newest start of an engine last."""
+        self._peers: dict[tuple[str, str], PeerRecord] = {}
+        self._starts: dict[str, dict[str, PeerRecord]] = {}
+        """Engine id → incarnation → peer; the newest incarnation is last."""
         self._next_look = 0.0
 
     def admit(self, description: EngineDescription, *, asked: bool = False) -> None:
         """Applies a handshake that both sides agreed on.
 
         Args:
-            description: of the other engine.
-            asked: whether we asked for the handshake, at the address of a ticket or of ``peers``.
+            description: the description of the other engine.
+            asked: whether this engine began the handshake, at the address of a ticket or of
+                ``peers``.
 
         Raises:
-            IncompatibleError: this start has shaken hands with another number of ranks.
+            IncompatibleError: this incarnation has shaken hands with another number of ranks.
         """
         key, ranks = _key(description), len(description.ranks)
         with self._lock:
@@ -103,13 +105,13 @@ class PeerTable:
                     raise IncompatibleError(key[0], [mismatch])
                 peer.last_seen = now
             else:
-                peer = Peer(*key, ranks, "ready", now, now)
+                peer = PeerRecord(*key, ranks, "ready", now, now)
                 self._enter(peer)
             peer.is_trusted |= asked
             peer.is_source |= asked
 
     def refuse(self, description: EngineDescription, reason: str) -> None:
-        """Notes a peer that does not fit; a start that fits stays as it is."""
+        """Records a peer that does not fit; an incarnation that fits does not change."""
         key, reason = _key(description), reason[:MAX_ERROR_CHARS]
         with self._lock:
             now = self._clock()
@@ -117,13 +119,13 @@ class PeerTable:
             if peer is not None and peer.state == "ready":
                 peer.last_error = reason
             else:
-                self._enter(Peer(*key, len(description.ranks), "refused", now, now, reason))
+                self._enter(PeerRecord(*key, len(description.ranks), "refused", now, now, reason))
 
-    def current(self, engine_id: str, incarnation: str) -> Peer:
-        """The peer that speaks, if this start of it has shaken hands; marks it as seen.
+    def current(self, engine_id: str, incarnation: str) -> PeerRecord:
+        """The peer of a message, if this incarnation has shaken hands; marks the peer as seen.
 
         Raises:
-            HandshakeNeededError: it has not, or it was dropped since.
+            HandshakeNeededError: the incarnation has not shaken hands, or was dropped since.
         """
         with self._lock:
             peer = self._peers.get((engine_id, incarnation))
@@ -136,13 +138,13 @@ class PeerTable:
             return peer
 
     def connection(self, engine_id: str, incarnation: str) -> bytes:
-        """The connection on which a start of an engine last renewed a lease; empty if none did."""
+        """The connection on which an incarnation last renewed a lease; empty if there is none."""
         with self._lock:
             peer = self._peers.get((engine_id, incarnation))
             return b"" if peer is None else peer.connection
 
     def loaded(self, engine_id: str, nbytes: int, transport: str) -> None:
-        """Counts what one of our ranks has loaded from an engine, for its newest start."""
+        """Counts bytes that a rank of this engine has loaded from an engine's newest start."""
         with self._lock:
             if starts := self._starts.get(engine_id):
                 peer = next(reversed(starts.values()))
@@ -150,23 +152,31 @@ class PeerTable:
                 peer.transport = transport
 
     def forget(self, engine_id: str) -> None:
-        """Drops all starts of an engine; unknown ids are ignored."""
+        """Drops all incarnations of an engine; unknown ids are ignored."""
         with self._lock:
             for peer in list(self._starts.get(engine_id, {}).values()):
                 self._drop(peer)
 
+    def forget_all(self) -> None:
+        """Drops all peers."""
+        with self._lock:
+            self._peers.clear()
+            self._starts.clear()
+
     def let_go(self, description: EngineDescription) -> None:
-        """A start of an engine is not asked for KV any more; unknown ones are ignored."""
+        """Records that this engine asks an incarnation for KV no more; unknown ones are ignored."""
         with self._lock:
             if (peer := self._peers.get(_key(description))) is not None:
                 peer.is_source = False
 
     def expire(self, lives: Callable[[tuple[str, str]], bool]) -> None:
-        """Forgets those who have said nothing for :data:`KEPT_S` and are gone. To be called often;
-        it looks every :data:`LOOK_S`. Who was forgotten and speaks again is to shake hands.
+        """Forgets peers that have sent nothing for :data:`KEPT_S` and are gone. Call this method
+        often; it checks every :data:`LOOK_S`. A forgotten peer must shake hands before its next
+        message.
 
         Args:
-            lives: whether the connection of an engine's start lives; called without our lock.
+            lives: whether the connection of an incarnation is alive; called without this table's
+                lock.
         """
         now = self._clock()
         if now < self._next_look:
@@ -185,7 +195,7 @@ class PeerTable:
                     self._drop(peer)
 
     def snapshot(self) -> tuple[PeerStatus, ...]:
-        """Every peer, in the order in which they came."""
+        """The status of every peer, in the order in which peers arrived."""
         with self._lock:
             now = self._clock()
             newest = {peer.engine_id: peer for peer in self._peers.values()}
@@ -204,15 +214,15 @@ class PeerTable:
                 for peer in self._peers.values()
             )
 
-    def _enter(self, peer: Peer) -> None:
+    def _enter(self, peer: PeerRecord) -> None:
         gone = peer.since - self._silence_s
         for other in list(self._starts.get(peer.engine_id, {}).values()):
             if other.incarnation == peer.incarnation or other.last_seen <= gone:
-                self._drop(other)  # the same start too, so that it is the newest
+                self._drop(other)  # also the same incarnation, so that it becomes the newest
         self._peers[peer.engine_id, peer.incarnation] = peer
         self._starts.setdefault(peer.engine_id, {})[peer.incarnation] = peer
         if len(self._peers) > self._max_peers:
-            # Whoever knocks, however often, displaces nobody who reads or is read from.
+            # Handshakes, however many, must not displace a peer that reads or is read from.
             least = min(
                 self._peers.values(),
                 key=lambda one: (
@@ -223,10 +233,10 @@ class PeerTable:
             )
             self._drop(least)
 
-    def _drop(self, peer: Peer) -> None:
+    def _drop(self, peer: PeerRecord) -> None:
         key = peer.engine_id, peer.incarnation
         if self._peers.get(key) is not peer:
-            return  # another has taken its place
+            return  # another peer has taken its place
         del self._peers[key]
         starts = self._starts[peer.engine_id]
         del starts[peer.incarnation]
@@ -238,8 +248,8 @@ def _key(description: EngineDescription) -> tuple[str, str]:
     return description.engine_id, description.incarnation
 
 
-def _twin(peer: Peer, newest: Peer) -> str:
-    """What there is to say of a start that was heard after its engine was started again."""
+def _twin(peer: PeerRecord, newest: PeerRecord) -> str:
+    """The remark about an incarnation that sent a message after its engine was restarted."""
     if peer is newest or peer.last_seen <= newest.since:
         return ""
     return (

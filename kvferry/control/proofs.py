@@ -1,16 +1,18 @@
-"""Who may speak of a lease: only who was given its ticket.
+"""Proofs: only an engine that was given the ticket of a lease may speak of this lease.
 
-A ticket carries its lease's secret. A message about the lease carries no secret but a proof: a
-keyed BLAKE2b (RFC 7693) under the secret over what the message says and who says it. So whoever
-listens on the network can at most repeat a message, under the name and for the start of the engine
-that sent it; and an engine that knows a lease id, from a status report say, can do nothing to that
-lease.
+A ticket carries the secret of its lease. A message about the lease does not carry the secret, but a
+proof: a BLAKE2b hash (RFC 7693) over the content and the sender of the message, keyed with the
+secret. A listener on the network can therefore only repeat a message, under the name and for the
+incarnation of the original sender. An engine that knows only a lease id, for example from a status
+report, can do nothing to this lease.
 
-The source keeps one key for each of its starts, and derives each lease's secret from it. Of the
-claims on a shared lease (:mod:`kvferry.control.leases`) who was given the lease's ticket may speak.
+The source has one key per incarnation and derives the secret of each lease from this key. An engine
+that was given the ticket of a shared lease may speak of every claim on this lease
+(:mod:`kvferry.control.leases`).
 
-A ticket that travels over the control channel, as the answer to an ask, has its secret veiled: only
-who has the transfer's secret, which the router sends to both engines, can read it.
+A ticket that travels over the control channel, as the answer to an ask, has a veiled secret. Only
+an engine with the secret of the transfer can read it. The router sends the secret of the transfer
+to both engines.
 """
 
 import hashlib
@@ -20,34 +22,34 @@ import secrets
 import msgspec
 
 PROOF_BYTES = 16
-"""Bytes of a secret, and of a proof."""
+"""Number of bytes of a secret and of a proof."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class LeaseKey:
-    """The key of one start of a source, from which the secrets of all its leases follow."""
+    """The key of one incarnation of a source; the secrets of all leases derive from this key."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
 
     def secret(self, lease_id: str) -> bytes:
-        """The secret that the ticket of a lease carries."""
+        """The secret in the ticket of a lease."""
         return _mac(self._key, lease_id.encode())
 
     def accepts(self, proof: bytes, action: str, lease_id: str, *said: object) -> bool:
-        """Whether who made the proof knows the lease's secret, and said this."""
+        """Whether the sender of the proof knows the secret of the lease and said exactly this."""
         expected = prove(self.secret(lease_of(lease_id)), action, lease_id, *said)
         return hmac.compare_digest(proof, expected)
 
 
 def claim_on(lease_id: str) -> str:
-    """The id of a new claim on a shared lease: random, so that no two requests have the same."""
+    """The id of a new claim on a shared lease; random, so that two requests never share a claim."""
     return f"{lease_id}/{secrets.token_hex(8)}"
 
 
 def lease_of(lease_id: str) -> str:
-    """The lease that a claim is on; of the id of a lease, the lease itself.
+    """The id of the lease to which a claim belongs; for the id of a lease, the same id.
 
     >>> lease_of("5f/a1") == lease_of("5f") == "5f"
     True
@@ -59,21 +61,23 @@ def prove(secret: bytes, action: str, lease_id: str, *said: object) -> bytes:
     """The proof for one lease in one message.
 
     Args:
-        secret: the lease's.
+        secret: the secret of the lease.
         action: the kind of message.
         lease_id: the lease.
-        said: all else that the message says of the lease, and the names of who speaks to whom.
+        said: all other content of the message about the lease, and the names of sender and
+            receiver.
     """
     return _mac(secret, _encoder.encode((action, lease_id, *said)))
 
 
 def veil(secret: bytes, key: bytes, lease_id: str) -> bytes:
-    """The secret of a lease as only who has ``key`` can read it; veiled again, it is as it was.
+    """Veils the secret of a lease: only an engine with ``key`` can read it. Veiling twice restores
+    the secret.
 
     >>> veil(veil(b"s" * 16, b"key", "5f"), b"key", "5f")
     b'ssssssssssssssss'
     """
-    pad = prove(key, "veil", lease_id)  # no two leases have one id, so none is used twice
+    pad = prove(key, "veil", lease_id)  # every lease has its own id, so no pad is used twice
     return bytes(one ^ other for one, other in zip(secret, pad, strict=True))
 
 

@@ -1,9 +1,9 @@
-"""The answering end of the control channel: what is answered, and the socket it comes in at.
+"""The answering end of the control channel: the answers, and the socket on which requests arrive.
 
-:class:`ControlService` decides and knows no sockets: it turns the bytes of any request into the
-bytes of a reply and never raises, whatever they are. :class:`ControlServer` has the one thread and
-the one ROUTER socket that requests arrive at; that thread answers each by itself, so that nothing
-is handed on between the arrival of a request and its reply.
+:class:`ControlService` decides on answers and knows no sockets. It turns the bytes of any request
+into the bytes of a reply and never raises. :class:`ControlServer` has one thread and one ROUTER
+socket, on which all requests arrive. This thread answers every request itself, so that no request
+waits for a second thread.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import zmq
 from msgspec.structs import replace
 from zmq.auth.thread import ThreadAuthenticator
 
+from kvferry import __version__
 from kvferry.control import messages
 from kvferry.control.asks import AskTable
 from kvferry.control.handshake import compare, validate
@@ -47,15 +48,15 @@ from kvferry.control.messages import (
     Request,
     RequestTrace,
     StatusReply,
-    StatusReport,
+    ToSource,
     TraceReply,
     TraceRequest,
     TransferStatus,
 )
 from kvferry.control.options import ControlOptions, CurveKeys, configure
-from kvferry.control.peers import Peer, PeerTable
+from kvferry.control.peers import PeerRecord, PeerTable
 from kvferry.control.proofs import LeaseKey, veil
-from kvferry.control.tickets import Ticket, Transfer, sign
+from kvferry.control.tickets import Ticket, TransferId, sign
 from kvferry.errors import (
     DecodeError,
     HandshakeNeededError,
@@ -70,17 +71,19 @@ from kvferry.zeromq import Context, listen
 
 TransferLister = Callable[[], Iterable[TransferStatus]]
 TraceFinder = Callable[[str], tuple[int, tuple[RequestTrace, ...]]]
-"""Says how many requests it knows, and tells of those of an id, ``MAX_TRACES`` at most."""
+"""Returns the number of requests that it knows, and the traces of a request id (at most
+``MAX_TRACES``)."""
 
-_BURST = 64  # messages answered between two looks at whether to stop
+_BURST = 64  # messages that the thread answers between two checks whether to stop
 LOOK_S = 1.0
-"""Seconds between two looks at which leases have expired, at most."""
+"""Largest number of seconds between two checks which leases have expired."""
 _NOTHING = messages.encode(Renewed(id=0, states={}))
-"""The answer to no request, which clients drop: tells whether a connection still takes messages."""
+"""A :class:`Renewed` that answers no request. Clients drop this message; sending it shows whether a
+connection still takes messages."""
 
 
 class _ErrorLog:
-    """The last errors with their times, and how many there were of each kind. Thread-safe."""
+    """The last errors with their times, and the number of errors of each kind. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._lock = threading.Lock()
@@ -88,10 +91,10 @@ class _ErrorLog:
         self._counts: Counter[str] = Counter()
 
     def note(self, kind: str, message: str) -> None:
-        """Counts an error of a kind and keeps its message."""
+        """Counts an error of a kind and keeps the message."""
         with self._lock:
             self._counts[f"errors.{kind}"] += 1
-            # Peers choose parts of a message; a long one must not fill the memory.
+            # Peers choose parts of a message; a long message must not fill the memory.
             self._events.append(ErrorEvent(time=time.time(), message=message[:2000]))
 
     def events(self) -> tuple[ErrorEvent, ...]:
@@ -100,14 +103,14 @@ class _ErrorLog:
             return tuple(self._events)
 
     def counts(self) -> dict[str, int]:
-        """Errors since the start, by ``errors.<kind>``."""
+        """Number of errors since the start, by ``errors.<kind>``."""
         with self._lock:
             return dict(self._counts)
 
 
 class ControlService:
-    """Answers every request to one engine. :meth:`handle` is called from one thread, the other
-    methods from any.
+    """Answers every request to one engine. One thread calls :meth:`handle`; any thread may call the
+    other methods.
     """
 
     def __init__(
@@ -123,24 +126,25 @@ class ControlService:
     ) -> None:
         """Args:
         engine_id: this engine.
-        incarnation: this start of it.
-        role: its ``kv_role``, to be shown by ``kvferry status``.
+        incarnation: the present incarnation of this engine.
+        role: the ``kv_role`` of this engine, for ``kvferry status``.
         leases: the leases on this engine's blocks.
         options: timeouts, limits, keys.
-        key: the cluster's, which signs tickets and transfers.
-        clock: seconds that never run backwards; tells how long peers have been silent.
+        key: the key of the cluster, which signs tickets and transfers.
+        clock: monotonic clock, in seconds; measures the silence of peers.
         """
         options = options or ControlOptions()
         self.engine_id = engine_id
         self.incarnation = incarnation
+        """The present incarnation of this engine; messages for any other are refused."""
         self.role = role
         self.leases = leases
         self.peers = PeerTable(
             max_peers=options.max_peers, silence_s=options.lease_duration_s, clock=clock
         )
-        """The engines that have shaken hands with this one."""
+        """Engines whose handshake with this engine succeeded."""
         self.asks = AskTable(key, clock)
-        """Who wants which transfer."""
+        """Transfers for which targets have asked."""
         self._cluster_key = key
         self._key = LeaseKey()
         self._description: EngineDescription | None = None  # while the engine is starting
@@ -152,11 +156,11 @@ class ControlService:
         self._counts: Counter[str] = Counter()
 
     def set_description(self, description: EngineDescription) -> None:
-        """From now on handshakes are answered with this.
+        """Sets the description with which handshakes are answered from now on.
 
         Raises:
-            ValueError: it describes another engine or start.
-            ProtocolError: it is inconsistent.
+            ValueError: the description is of another engine or incarnation.
+            ProtocolError: the description is inconsistent.
         """
         ours = (self.engine_id, self.incarnation)
         if (description.engine_id, description.incarnation) != ours:
@@ -167,75 +171,91 @@ class ControlService:
         validate(description)
         self._description = description
 
-    def set_transfers(self, lister: TransferLister) -> None:
-        """``lister`` lists the loads under way whenever somebody asks for the status.
+    def begin_anew(self, incarnation: str) -> None:
+        """Makes this engine another incarnation, with which nobody has shaken hands. Until the next
+        :meth:`set_description`, the engine is starting.
+        """
+        self._description = None
+        self.incarnation = incarnation
+        self.peers.forget_all()
 
-        It runs on the thread that answers and must not block; what it raises is noted and harms
-        nothing.
+    def set_transfers(self, lister: TransferLister) -> None:
+        """Sets ``lister``, which lists the loads under way for each status request.
+
+        ``lister`` runs on the thread that answers requests and must not block. An exception of
+        ``lister`` is recorded and has no other effect.
         """
         self._list_transfers = lister
 
     def set_traces(self, finder: TraceFinder) -> None:
-        """``finder`` tells what was done for a request whenever somebody asks for it.
+        """Sets ``finder``, which finds the traces of a request for each trace request.
 
-        It runs on the thread that answers and must not block.
+        ``finder`` runs on the thread that answers requests and must not block.
         """
         self._find_traces = finder
 
     def secret(self, lease_id: str) -> bytes:
-        """What the ticket of a lease carries, so that its bearer may speak of the lease."""
+        """The secret in the ticket of a lease; an engine that knows it may speak of the lease."""
         return self._key.secret(lease_id)
 
     def written(self, lease_id: str, rank: int, num_tokens: int) -> None:
-        """See :meth:`LeaseTable.written`; who holds the lease is told."""
+        """See :meth:`LeaseTable.written`; also tells the holder of the lease."""
         self._tell(self.leases.written(lease_id, rank, num_tokens))
 
     def revoke(self, lease_ids: Iterable[str]) -> None:
-        """See :meth:`LeaseTable.revoke`; who held the leases is told."""
+        """See :meth:`LeaseTable.revoke`; also tells the former holders of the leases."""
         self._tell(self.leases.revoke(lease_ids))
 
     def news(self, target: Target, lease_id: str) -> bytes:
-        """What a target is told, without having asked, of a lease that it holds or has lost."""
-        # In this order: of one that ends in between it is not said that it is whole.
+        """The unasked message to a target about a lease that the target holds or has lost."""
+        # This order matters: a lease that ends between the two calls is not reported as whole.
         written = self.leases.readable([lease_id])
         is_held = self.leases.is_held(target, lease_id)
         states = {lease_id: LeaseAnswer.HELD if is_held else LeaseAnswer.REVOKED}
-        tables = self.leases.tables([lease_id])
-        return messages.encode(Renewed(id=0, states=states, written=written, tables=tables))
+        renewed = Renewed(id=0, states=states, written=written, **self._written_with([lease_id]))
+        return messages.encode(renewed)
+
+    def _written_with(self, lease_ids: list[str]) -> dict[str, Any]:
+        """Fields of a :class:`Renewed` with what the source wrote beside the numbers of tokens."""
+        return {"tables": self.leases.tables(lease_ids), "notes": self.leases.notes(lease_ids)}
 
     def _tell(self, holders: Iterable[tuple[Target, str]]) -> None:
-        """Sends :meth:`news`; what is lost comes with the answer to the next renewal."""
+        """Sends :meth:`news`; if a message is lost, the answer to the next renewal has the news."""
 
-    def expect(self, transfer: Transfer) -> None:
+    def expect(self, transfer: TransferId) -> None:
         """See :meth:`AskTable.expect`."""
         for _ in self.asks.expect(transfer):
             self._note_ask(transfer.transfer_id)
 
-    def lend(self, transfer: Transfer, ticket: Ticket) -> None:
-        """The lease of a transfer was granted; who asked for it is given the ticket."""
+    def is_asked(self, transfer: TransferId) -> bool:
+        """See :meth:`AskTable.is_asked`."""
+        return self.asks.is_asked(transfer.transfer_id)
+
+    def lend(self, transfer: TransferId, ticket: Ticket) -> None:
+        """Gives the ticket of a granted lease to the targets that asked for its transfer."""
         veiled = veil(ticket.secret, transfer.secret, ticket.lease_id)
         text = sign(replace(ticket, secret=veiled), self._cluster_key)
         self._tell_askers(*self.asks.lend(transfer.transfer_id, text))
 
-    def recall(self, transfer: Transfer) -> None:
-        """See :meth:`AskTable.recall`; to be called before the lease is revoked."""
+    def recall(self, transfer: TransferId) -> None:
+        """See :meth:`AskTable.recall`; must be called before the lease is revoked."""
         self.asks.recall(transfer.transfer_id)
 
-    def deny(self, transfer: Transfer, reason: str) -> None:
-        """Nothing will be lent for a transfer, or is any more; who waits for it is told why."""
+    def deny(self, transfer: TransferId, reason: str) -> None:
+        """Refuses a transfer, now and later, and tells the waiting targets the reason."""
         self._tell_askers(*self.asks.deny(transfer.transfer_id, reason))
 
     def _tell_askers(self, connections: Iterable[bytes], news: Asked) -> None:
-        """Sends news to who has asked; what is lost comes with the answer to the next ask."""
+        """Sends news to the asking targets; if lost, the answer to the next ask has the news."""
 
     def note_error(self, kind: str, message: str) -> None:
-        """Adds an error to the counters and to the last errors of the status."""
+        """Adds an error to the counters and to the last errors in the status."""
         self._errors.note(kind, message)
 
     def handle(self, payload: bytes, connection: bytes = b"") -> bytes:
-        """The reply to a request; whatever the request is, there is a reply and no exception.
+        """The reply to a request. Every payload gets a reply; no exception escapes.
 
-        ``connection`` is how the socket names the one that the request came on.
+        ``connection`` is the socket's name for the connection on which the request arrived.
         """
         try:
             request = messages.decode_request(payload)
@@ -247,15 +267,15 @@ class ControlService:
             reply = self._answer(request, connection)
         except KVFerryError as error:
             reply = self._refusal(request.id, error)
-        except Exception as error:  # a bug of ours must not end the listener for all peers
+        except Exception as error:  # a bug of ours must not end the thread that serves all peers
             self.note_error("internal", f"{type(request).__name__}: {error!r}")
             reply = ErrorReply(id=request.id, name="ProtocolError", message=f"bug: {error!r}")
         return messages.encode(reply)
 
-    def status(self) -> StatusReport:
-        """What ``kvferry status`` shows. Thread-safe."""
+    def status(self) -> messages.StatusReport:
+        """The content of ``kvferry status``. Thread-safe."""
         leases = {f"leases.{key}": value for key, value in self.leases.counters().items()}
-        return StatusReport(
+        return messages.StatusReport(
             engine_id=self.engine_id,
             incarnation=self.incarnation,
             role=self.role,
@@ -266,6 +286,8 @@ class ControlService:
             transfers=self._transfers(),
             counters=dict(self._counts) | leases | self._errors.counts(),
             errors=self._errors.events(),
+            release=__version__,
+            serving_engine=self._description.serving_engine if self._description else "",
         )
 
     def _answer(self, request: Request, connection: bytes) -> Reply:
@@ -302,27 +324,26 @@ class ControlService:
             self.peers.current(*target).connection = connection
         states = dict.fromkeys(request.leases, LeaseAnswer.REVOKED)
         states |= self.leases.renew(*target, held, grows=request.grows, lives=self._lives)
-        # After the leases were taken: who took one is told of what is written from now on.
+        # After the leases were taken: from now on the source tells the holder of every written
+        # token.
         written = self.leases.readable(held)
         for lease_id in held:
-            # What has no number of tokens is whole, unless it has ended since it was taken.
+            # A lease without a number of tokens is whole, unless it ended after it was taken.
             is_taken = states[lease_id] is LeaseAnswer.HELD and lease_id not in written
             if is_taken and not self.leases.is_held(target, lease_id):
                 states[lease_id] = LeaseAnswer.REVOKED
-        tables = self.leases.tables(held)
-        return Renewed(id=request.id, states=states, written=written, tables=tables)
+        return Renewed(id=request.id, states=states, written=written, **self._written_with(held))
 
     def _answer_ask(self, request: Ask, connection: bytes) -> Asked:
         peer = self._target(request)
         answer = self.asks.ask(request, connection)
         if answer is None:
             self._note_ask(request.transfer_id)
-            reason = "the ask does not prove that the router sent it"
             return Asked(
                 id=request.id,
                 transfer_id=request.transfer_id,
                 state=AskState.NEVER,
-                reason=reason,
+                reason="the ask does not prove that the router sent it; compare cluster_key_file",
             )
         peer.is_trusted |= answer.state is not AskState.UNKNOWN
         return answer
@@ -366,11 +387,12 @@ class ControlService:
             )
         return self._description
 
-    def _target(self, request: Renew | Finishes | Release | Ask) -> Peer:
-        """The peer that speaks.
+    def _target(self, request: ToSource) -> PeerRecord:
+        """The sender of the request.
 
         Raises:
-            HandshakeNeededError: it speaks to an earlier start of ours, or we know another of its.
+            HandshakeNeededError: the request is for an earlier incarnation of this engine, or the
+                peer has another incarnation than in its last handshake.
         """
         if request.source_incarnation != self.incarnation:
             raise HandshakeNeededError(
@@ -381,7 +403,7 @@ class ControlService:
         return self.peers.current(request.engine_id, request.incarnation)
 
     def _proven(self, request: Renew | Release) -> list[str]:
-        """The leases of which the sender may speak.
+        """The leases for which the request has a valid proof.
 
         Raises:
             HandshakeNeededError: see :meth:`_target`.
@@ -397,7 +419,7 @@ class ControlService:
         ]
 
     def _is_proven(
-        self, peer: Peer, proof: bytes, action: str, lease_id: str, *said: object
+        self, peer: PeerRecord, proof: bytes, action: str, lease_id: str, *said: object
     ) -> bool:
         if self._key.accepts(proof, action, lease_id, *said):
             peer.is_trusted = True
@@ -413,14 +435,14 @@ class ControlService:
         try:
             peer = self._target(request)
         except HandshakeNeededError:
-            # Ranks do not shake hands. Whichever side was restarted, the answer is final:
-            # nothing read across a restart counts.
+            # Ranks do not shake hands. If either side was restarted, the answer is final: data that
+            # was read across a restart does not count.
             return (FinishAnswer.REVOKED,) * len(request.items)
-        for item in request.items:  # all of them before any is applied
+        for item in request.items:  # check all items before any item is applied
             check_rank(request.engine_id, item.rank, peer.world_size)
         return tuple(self._finish_one(peer, item) for item in request.items)
 
-    def _finish_one(self, peer: Peer, item: Finish) -> FinishAnswer:
+    def _finish_one(self, peer: PeerRecord, item: Finish) -> FinishAnswer:
         said = (peer.engine_id, peer.incarnation, self.incarnation, item.rank, item.ok, item.nonce)
         if not self._is_proven(peer, item.proof, "Finish", item.lease_id, *said):
             return FinishAnswer.REVOKED
@@ -435,27 +457,29 @@ class ControlService:
         )
 
     def _lives(self, target: Target) -> bool:
-        """Whether the connection of a target lives, as far as is known."""
+        """Whether the connection of a target is alive, as far as this engine knows."""
         return True
 
     def _refusal(self, request_id: int, error: KVFerryError) -> ErrorReply:
-        if not isinstance(error, NotReadyError):  # asking too early is no error
+        if not isinstance(error, NotReadyError):  # a request that comes too early is no error
             self.note_error(type(error).__name__, str(error))
         return ErrorReply(id=request_id, name=type(error).__name__, message=str(error))
 
     def _transfers(self) -> tuple[TransferStatus, ...]:
         try:
             return tuple(self._list_transfers())
-        except Exception as error:  # the connector's code; the status is shown without it
+        except Exception as error:  # code of the connector; the status is shown without it
             self.note_error("status", f"transfers cannot be listed: {error!r}")
             return ()
 
 
 class ControlServer(ControlService, Closing):
-    """Listens, and answers handshakes, renewals, finishes, releases, and who asks how it is.
+    """Listens on a socket, and answers handshakes, renewals, finishes, releases and status
+    requests.
 
-    It answers as soon as it is made; handshakes are put off until :meth:`set_description`. All
-    methods but :meth:`handle`, which its own thread calls, may be called from any thread.
+    The server answers as soon as it exists; handshakes get ``NotReadyError`` until
+    :meth:`set_description` is called. Any thread may call any method except :meth:`handle`, which
+    only the server's own thread calls.
     """
 
     def __init__(
@@ -475,14 +499,14 @@ class ControlServer(ControlService, Closing):
 
         Args:
             engine_id: this engine.
-            incarnation: this start of it.
-            role: its ``kv_role``, to be shown by ``kvferry status``.
+            incarnation: the present incarnation of this engine.
+            role: the ``kv_role`` of this engine, for ``kvferry status``.
             leases: the leases on this engine's blocks.
-            host: address of this machine, or ``*`` for all of them.
-            port: TCP port; 0 takes a free one, see :attr:`port`.
+            host: address of this machine, or ``*`` for all addresses.
+            port: TCP port; 0 takes a free port, see :attr:`port`.
             options: timeouts, limits, keys.
-            key: the cluster's, which signs tickets and transfers.
-            clock: seconds that never run backwards; tells how long peers have been silent.
+            key: the key of the cluster, which signs tickets and transfers.
+            clock: monotonic clock, in seconds; measures the silence of peers.
 
         Raises:
             PortInUseError: the port is taken.
@@ -508,7 +532,7 @@ class ControlServer(ControlService, Closing):
             if options.curve is not None:
                 self._authenticate(options.curve)
             self.port = listen(self._router, host, port, "kv_port")
-            """TCP port it listens on."""
+            """TCP port of the server."""
         except BaseException:
             self._let_go()
             raise
@@ -539,24 +563,27 @@ class ControlServer(ControlService, Closing):
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=provider)
 
     def _look_at_leases(self) -> float:
-        """Ends the leases whose time is over; returns when to look again. On the thread."""
+        """Ends the leases whose time is over. Returns the seconds until the next check. Runs on the
+        server's thread.
+        """
         self.leases.expire(awake_s=self._mailbox.awake_s, lives=self._lives)
         self.asks.expire()
         self.peers.expire(self._lives)
         return min(LOOK_S, self.leases.duration_s / 12)
 
     def _lives(self, target: Target) -> bool:
-        """Whether the connection lives on which a target last renewed a lease.
+        """Whether the connection on which a target last renewed a lease is alive.
 
-        ZeroMQ's own thread answers heartbeats, so a process lives although it does not get to run
-        its Python; one that was killed, stopped or cut off is disconnected.
+        ZeroMQ's own thread answers heartbeats. Therefore a process counts as alive even if its
+        Python code does not run. The connection of a process that was killed, stopped or cut off
+        breaks.
         """
         connection = self.peers.connection(*target)
         try:
             if connection:
                 self._router.send_multipart((connection, _NOTHING), zmq.NOBLOCK)
         except zmq.Again:
-            return True  # it takes nothing just now
+            return True  # the connection takes no message just now
         except zmq.ZMQError:
             return False
         return bool(connection)
@@ -576,11 +603,11 @@ class ControlServer(ControlService, Closing):
             self._mailbox.post(partial(self._send, connection, payload))
 
     def _send(self, connection: bytes, news: bytes) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # gone, or it takes nothing just now
+        with contextlib.suppress(zmq.ZMQError):  # gone, or it takes no message just now
             self._router.send_multipart((connection, news), zmq.NOBLOCK)
 
     def _serve(self) -> None:
-        """Answers what has come; on the thread."""
+        """Answers all received messages; runs on the server's thread."""
         for _ in range(_BURST):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
@@ -593,7 +620,7 @@ class ControlServer(ControlService, Closing):
             try:
                 self._router.send_multipart((frames[0], reply), zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:  # who has gone needs no answer
+                if error.errno != zmq.EHOSTUNREACH:  # a client that is gone needs no answer
                     self.note_error("zmq", f"replying: {error}")
 
     def _reply(self, frames: list[bytes], connection: bytes) -> bytes:

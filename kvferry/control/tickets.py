@@ -1,16 +1,17 @@
-"""Tickets: what the source tells the target through the router, in one string.
+"""Tickets: one string in which the source describes a lease to the target, by way of the router.
 
-A ticket is MessagePack of named fields in base64url, a dot, and an HMAC-SHA256 of these bytes under
-the cluster's key; without a key there is no dot. The router and the client carry it, so the target
-trusts nothing else of what they send: host, port and block ids come from the verified ticket. This
-protects against clients, not against a hostile engine, which knows the key. Whoever sees a ticket
-can speak of its lease, and of no other.
+A ticket consists of named fields in MessagePack and base64url, a dot, and an HMAC-SHA256 of these
+bytes under the key of the cluster; without a key there is no dot. The router and the client carry
+the ticket. Therefore the target trusts only the verified ticket: host, port and block ids come from
+it. The signature protects against clients, but not against a hostile engine, which knows the key. A
+program that sees a ticket can speak of the lease of this ticket, and of no other lease.
 
-A router that sends a request to both engines at once has no ticket yet. It gives both a
-:class:`Transfer`, for which the target asks the source (:mod:`kvferry.control.asks`).
+A router that sends a request to both engines at once has no ticket yet. Instead, the router gives
+both engines a :class:`TransferId`, and the target asks the source for the ticket of this transfer
+(:mod:`kvferry.control.asks`).
 
-A ticket carries durations, never times, because two machines' clocks need not agree: whether a
-lease has expired is the source's to say.
+A ticket carries durations, never times, because the clocks of two machines may differ. Only the
+source decides whether a lease has expired.
 """
 
 import base64
@@ -29,76 +30,88 @@ import msgspec
 from msgspec.structs import replace
 
 from kvferry.config import shown
-from kvferry.control.messages import MAX_ID_CHARS, BlockTables
+from kvferry.control.messages import MAX_ID_CHARS, BlockTables, Note
 from kvferry.control.proofs import PROOF_BYTES, claim_on
 from kvferry.decoding import decode
 from kvferry.errors import DecodeError, TicketError, TicketExpiredError, TicketForgedError
 from kvferry.zeromq import join_address, split_address
 
 TICKET_VERSION = 3
-"""The version that this release writes and reads."""
+"""Version of tickets in this release."""
 MAX_TICKET_CHARS = 1 << 20
-"""Characters of the longest ticket that is looked at."""
+"""Largest number of characters of a ticket; longer tickets are refused unread."""
+CHANNEL_SCHEME = "kvferry://"
+"""Beginning of a room's ``bootstrap_host`` that is the host of a control channel, as the source has
+no bootstrap server."""
+NOTE_PARAMETER = "note_first_token"
+"""Name of the transfer parameter with which a router asks the source to put the first token of the
+answer into the note of its lease."""
 MIN_KEY_BYTES = 16
-"""Bytes of the shortest key."""
+"""Smallest number of bytes of a key."""
 
-_DOMAIN = b"kvferry ticket\n"  # so that a MAC made for something else under the key is no ticket
+_DOMAIN = b"kvferry ticket\n"  # a MAC made for another purpose under the same key is no ticket
 _TRANSFER_DOMAIN = b"kvferry transfer\n"
 _TRANSFER = re.compile(rf"([0-9a-f]{{32}}@(.+))\.([0-9a-f]{{{2 * PROOF_BYTES}}})")
 
 MAX_ADDRESS_CHARS = MAX_ID_CHARS - 35
-"""Of a source's control channel: with 32 hexadecimal digits, an ``@`` and brackets it is an id."""
+"""Largest number of characters of the address of a source's control channel. With 32 hexadecimal
+digits, an ``@`` and brackets the address is still a valid id."""
 
 MAX_CONTENT_PARTS = 16
-"""Parts that a ticket's ``content`` has at most."""
+"""Largest number of parts in the ``content`` of a ticket."""
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the target needs to load the KV of a prompt."""
+    """Everything that the target needs to load the KV of a prompt."""
 
     version: int = TICKET_VERSION
     lease_id: Name
     engine_id: Name
-    """The source engine."""
+    """Engine id of the source."""
     incarnation: Name
-    """The start of the source engine that granted the lease."""
+    """Incarnation of the source engine at the grant of the lease."""
     secret: Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
-    """Proves to the source that the target was given this ticket."""
+    """Secret of the lease, which proves to the source that the target was given this ticket."""
     host: Name
     """Address of the source's control channel."""
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     """TCP port of the source's control channel."""
     request_id: Name
-    """The request's id at the source; for people and logs, never a key."""
+    """Id of the request at the source, for people and logs; never used as a key."""
     num_tokens: Count
-    """Tokens whose KV lies in ``block_ids``, from token 0."""
+    """Number of tokens whose KV lies in ``block_ids``, from token 0."""
     block_ids: BlockTables
-    """The source's whole block tables, one per KV cache group; of a lease that grows, those so far.
-    """
+    """Whole block tables of the source, one per KV cache group; the tables so far if the lease
+    grows."""
     lease_duration_s: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
-    """Seconds that the lease lives without being renewed."""
+    """Seconds that the lease lives without a renewal."""
     prompt_digest: str = ""
-    """:func:`prompt_digest` of the tokens whose KV this is, so that a router that mixes two
-    tickets up is found out; empty where the source does not say."""
+    """:func:`prompt_digest` of the tokens of this KV, which reveals a router that confuses two
+    tickets; empty if the source does not give a digest."""
     tp: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Tensor-parallel ranks of the source; for information."""
+    """Number of tensor-parallel ranks of the source; for information."""
     pp: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Pipeline stages of the source; for information."""
+    """Number of pipeline stages of the source; for information."""
     first_tokens: tuple[Count, ...] = ()
-    """For each KV cache group, a token before which its blocks hold nothing, though the one in
-    which it lies is not null: so after a load of a window. Empty if there is none."""
+    """A token for each KV cache group: the group's blocks hold nothing before this token, although
+    the block that contains the token is not null. This happens after a load of a window. Empty if
+    there is no such token."""
     content: Annotated[dict[Name, Name], msgspec.Meta(max_length=MAX_CONTENT_PARTS)] = {}
-    """What else than its tokens decides this KV: part (``lora``, ``multimodal``, ...) → a text
-    that tells it from others of its kind. Empty where the tokens alone do."""
+    """Further content that decides this KV, besides the tokens: part (``lora``, ``multimodal``,
+    ...) → text that identifies this content. Empty if the tokens alone decide the KV."""
     shared: bool = False
-    """Whether the lease is shared: each request that loads under it does so by a claim of its own,
+    """Whether the lease is shared: each request that loads under a shared lease has its own claim,
     see :meth:`claimed`."""
     whole: bool = False
-    """Whether all of it was written when the ticket was, so that the target may read before it
-    knows that the lease is its own: the confirm decides."""
+    """Whether all KV was written when the ticket was made. If so, the target may read before it
+    knows that it holds the lease: the confirm decides."""
+    note: Note = b""
+    """What the engine of the source wrote for the engine of the target when the prompt was whole,
+    for example the first token of the answer; kvferry never reads a note. For a lease that grew,
+    the note comes with the answer to a renewal."""
 
     @property
     def address(self) -> str:
@@ -106,34 +119,60 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         return join_address(self.host, self.port)
 
     def claimed(self) -> "Ticket":
-        """The ticket as one more request uses it: of a shared lease it names a new claim in place
-        of the lease, of another one it is the ticket itself.
+        """The ticket for one more request. The ticket of a shared lease gets the id of a new claim
+        in place of the lease id; any other ticket stays unchanged.
         """
         return replace(self, lease_id=claim_on(self.lease_id)) if self.shared else self
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """What a router gives to the source and to the target of a load that both are sent at once."""
+class TransferId:
+    """The name and secret of a load that a router gives to the source and to the target at once."""
 
     transfer_id: str
-    """Random, and the address of the source's control channel (``random@host:port``)."""
+    """Random name and address of the source's control channel (``random@host:port``)."""
     secret: bytes = field(repr=False)
-    """Proves that the router gave it; follows from the cluster's key, where there is one."""
+    """Proof that the router gave the transfer; derived from the key of the cluster if there is a
+    key."""
 
     @classmethod
-    def begin(cls, address: str, key: bytes | None) -> "Transfer":
-        """A new one.
+    def begin(cls, address: str, key: bytes | None) -> "TransferId":
+        """Creates a new transfer.
 
         Args:
             address: ``host:port`` of the source's control channel.
-            key: the cluster's; without one anybody can make a transfer.
+            key: the key of the cluster; without a key, any program can make a transfer.
 
         Raises:
-            ValueError: the address is none, or too long; the key is shorter than 16 bytes.
+            ValueError: the address is invalid or too long, or the key is shorter than 16 bytes.
         """
         transfer_id = f"{secrets.token_hex(16)}@{channel_address(address)}"
         secret = transfer_secret(transfer_id, key) or secrets.token_bytes(PROOF_BYTES)
+        return cls(transfer_id, secret)
+
+    @classmethod
+    def of_room(cls, address: str, room: int, key: bytes | None) -> "TransferId":
+        """The transfer of a bootstrap room: a number that a router gives to the source and to the
+        target, and from which each of the two makes the same transfer.
+
+        A room is neither secret nor sure to be unique. With a cluster key, the secret of the
+        transfer proves that a part of the cluster asks. The ticket names the digest of the prompt,
+        so a request never loads the prompt of another request with the same room.
+
+        >>> TransferId.of_room("127.0.0.1:1", 7, None) == TransferId.of_room("127.0.0.1:1", 7, None)
+        True
+
+        Args:
+            address: ``host:port`` of the source's control channel.
+            room: the number of the room.
+            key: the key of the cluster; ``None`` without a key.
+
+        Raises:
+            ValueError: see :meth:`begin`.
+        """
+        name = hashlib.sha256(f"room {room}".encode()).digest()
+        transfer_id = f"{name[:16].hex()}@{channel_address(address)}"
+        secret = transfer_secret(transfer_id, key) or name[16 : 16 + PROOF_BYTES]
         return cls(transfer_id, secret)
 
     @property
@@ -143,15 +182,15 @@ class Transfer:
 
     @property
     def text(self) -> str:
-        """What both engines are sent."""
+        """The string for both engines."""
         return f"{self.transfer_id}.{self.secret.hex()}"
 
 
 def channel_address(address: str) -> str:
-    """The address of a source's control channel, ``host:port``, as transfers have it.
+    """The address of a source's control channel, ``host:port``, in the spelling that transfers use.
 
     Raises:
-        ValueError: it is none, or too long.
+        ValueError: the address is invalid or too long.
     """
     if len(address) > MAX_ADDRESS_CHARS:
         raise ValueError(f"address: {shown(address)} is too long for a transfer")
@@ -159,18 +198,18 @@ def channel_address(address: str) -> str:
 
 
 def transfer_secret(transfer_id: str, key: bytes | None) -> bytes | None:
-    """The secret of a transfer; ``None`` without a key, where the router has drawn it."""
+    """The secret of a transfer; ``None`` without a key, because the router then drew the secret."""
     if key is None:
         return None
-    return _mac(transfer_id.encode(), key, _TRANSFER_DOMAIN)[:PROOF_BYTES]
+    return mac(transfer_id.encode(), key, _TRANSFER_DOMAIN)[:PROOF_BYTES]
 
 
-def read_transfer(text: object, key: bytes | None) -> Transfer:
-    """What a router has sent.
+def read_transfer(text: object, key: bytes | None) -> TransferId:
+    """Reads a transfer from a router.
 
     Raises:
-        TicketForgedError: its signature is wrong.
-        TicketError: it is no transfer.
+        TicketForgedError: the signature of the transfer is wrong.
+        TicketError: the text is no transfer.
         ValueError: the key is shorter than 16 bytes.
     """
     found = _TRANSFER.fullmatch(text) if isinstance(text, str) else None
@@ -182,7 +221,7 @@ def read_transfer(text: object, key: bytes | None) -> Transfer:
         raise TicketError(f"transfer: its {error}") from error
     if not is_plain:
         raise TicketError(f"transfer: its address {found[2]!r} is not as we write it")
-    transfer = Transfer(found[1], bytes.fromhex(found[3]))
+    transfer = TransferId(found[1], bytes.fromhex(found[3]))
     expected = transfer_secret(transfer.transfer_id, key)
     if expected is not None and not hmac.compare_digest(expected, transfer.secret):
         raise TicketForgedError(
@@ -202,7 +241,7 @@ def prompt_digest(token_ids: Iterable[int]) -> str:
 
 
 class _Header(msgspec.Struct):
-    """Read first, so that a ticket of another version is called that."""
+    """The first field of a ticket, read alone so that another version gives a clear error."""
 
     version: int
 
@@ -213,26 +252,27 @@ _ticket: msgspec.msgpack.Decoder[Ticket] = msgspec.msgpack.Decoder(Ticket)
 
 
 def sign(ticket: Ticket, key: bytes | None) -> str:
-    """The ticket as one string of URL-safe characters; unsigned without a key.
+    """Encodes the ticket as one string of URL-safe characters; unsigned without a key.
 
     Raises:
         ValueError: the key is shorter than 16 bytes.
     """
     payload = _encoder.encode(ticket)
     if key is None:
-        return _to_text(payload)
-    return f"{_to_text(payload)}.{_to_text(_mac(payload, key))}"
+        return to_text(payload)
+    return f"{to_text(payload)}.{to_text(mac(payload, key))}"
 
 
 def verify(text: object, key: bytes | None) -> Ticket:
-    """Checks a ticket's signature, then its schema, and returns it.
+    """Checks the signature and then the schema of a ticket, and returns the ticket.
 
-    With a key an unsigned ticket is refused. Without one every ticket that decodes is accepted,
-    signed ones too: nothing can be said about their signature.
+    With a key, an unsigned ticket is refused. Without a key, every ticket that decodes is accepted,
+    even a signed ticket, because its signature cannot be checked.
 
     Raises:
         TicketForgedError: the signature is missing or wrong.
-        TicketError: it is no ticket of this version: too long, cut off, random, a newer release's.
+        TicketError: the text is no ticket of this version: it is too long, cut off, random or
+            written by a newer release.
         ValueError: the key is shorter than 16 bytes.
     """
     if not isinstance(text, str):
@@ -247,7 +287,7 @@ def verify(text: object, key: bytes | None) -> Ticket:
                 "ticket: it is not signed, and this engine has a cluster key; give all engines of "
                 "the cluster the same cluster_key_file"
             )
-        if not hmac.compare_digest(_mac(payload, key), _to_bytes(signature)):
+        if not hmac.compare_digest(mac(payload, key), _to_bytes(signature)):
             raise TicketForgedError(
                 "ticket: its signature does not match this engine's cluster key; give all engines "
                 "of the cluster the same cluster_key_file, or find who changed it on its way"
@@ -259,7 +299,7 @@ def check_incarnation(ticket: Ticket, incarnation: str) -> None:
     """Compares a ticket with the source's present incarnation, known from the handshake.
 
     Raises:
-        TicketExpiredError: the source was restarted since, and its blocks are gone.
+        TicketExpiredError: the source was restarted since the ticket was made; its blocks are gone.
     """
     if ticket.incarnation != incarnation:
         raise TicketExpiredError(
@@ -269,30 +309,31 @@ def check_incarnation(ticket: Ticket, incarnation: str) -> None:
 
 
 class SeenTickets:
-    """Lets each lease, or claim on one, serve one request only, in this incarnation of the target.
+    """Ensures that each lease or claim serves only one request in this incarnation of the target.
     Thread-safe.
 
-    Leases of live requests are never forgotten; of the others the last ``limit`` are remembered.
-    (A lease that is forgotten here has long ended at its source, which says so.)
+    Leases of live requests are never forgotten. Of all other leases, the last ``limit`` leases are
+    remembered. (A lease that is forgotten here has long ended at the source, and the source refuses
+    it.)
     """
 
     def __init__(self, limit: int = 65536) -> None:
         """Args:
-        limit: ended leases that are remembered.
+        limit: number of ended leases to remember.
         """
         if limit < 1:
             raise ValueError(f"limit: {limit} is less than 1")
-        self._limit = limit
+        self.limit = limit
         self._lock = threading.Lock()
         self._live: dict[str, str] = {}  # lease id -> request id
         self._used: OrderedDict[str, None] = OrderedDict()
 
     def claim(self, lease_id: str, request_id: str) -> None:
-        """Ties a lease to a live request; may be repeated for the same request.
+        """Assigns a lease to a live request; may be repeated for the same request.
 
         Raises:
-            TicketExpiredError: the lease belongs, or belonged, to another request, or this
-                request was ended already.
+            TicketExpiredError: the lease belongs or belonged to another request, or this request
+                has already ended.
         """
         with self._lock:
             owner = self._live.get(lease_id)
@@ -305,16 +346,21 @@ class SeenTickets:
             self._live[lease_id] = request_id
 
     def retire(self, lease_id: str) -> None:
-        """The request is over; its lease can never be claimed again. Unknown ids are ignored."""
+        """Ends the request of a lease; the lease can never be claimed again. Ignores other ids."""
         with self._lock:
             if self._live.pop(lease_id, None) is None:
                 return
             self._used[lease_id] = None
-            while len(self._used) > self._limit:
+            while len(self._used) > self.limit:
                 self._used.popitem(last=False)
 
 
-def _mac(payload: bytes, key: bytes, domain: bytes = _DOMAIN) -> bytes:
+def mac(payload: bytes, key: bytes, domain: bytes = _DOMAIN) -> bytes:
+    """The code by which engines with the same key recognise a payload.
+
+    Raises:
+        ValueError: the key is too short.
+    """
     if len(key) < MIN_KEY_BYTES:
         raise ValueError(
             f"key: {len(key)} bytes, a ticket key has at least {MIN_KEY_BYTES}; take 32 random ones"
@@ -322,18 +368,19 @@ def _mac(payload: bytes, key: bytes, domain: bytes = _DOMAIN) -> bytes:
     return hmac.new(key, domain + payload, hashlib.sha256).digest()
 
 
-def _to_text(data: bytes) -> str:
+def to_text(data: bytes) -> str:
+    """Bytes as base64 for URLs, without padding."""
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode("ascii")
 
 
 def _to_bytes(text: str) -> bytes:
-    """Strict: exactly one text decodes to given bytes, so that a ticket has one spelling."""
+    """Strict base64url: each byte string has exactly one spelling, so that a ticket has one too."""
     try:
         padded = text.encode("ascii") + b"=" * (-len(text) % 4)
         data = base64.b64decode(padded, altchars=b"-_", validate=True)
     except ValueError as error:  # UnicodeEncodeError and binascii.Error are ValueErrors
         raise TicketError(f"ticket: {len(text)} characters that are not base64url") from error
-    if _to_text(data) != text:
+    if to_text(data) != text:
         raise TicketError(f"ticket: {len(text)} characters that are not base64url as we write it")
     return data
 

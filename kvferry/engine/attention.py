@@ -1,13 +1,13 @@
 """Paged attention on CPU over a KV cache in any layout.
 
-First a step's requests become index tensors: one order of tokens for all layers, one block table
-per group. Then every layer writes and reads its cache by them. What a layer gathers is bounded by
-its own window: blocks wholly below it are never read, because their entries may be null and what
-they hold may be anything.
+First, the requests of a step become index tensors: an order of tokens for all layers, and a block
+table per group. Then each layer writes and reads its cache with these tensors. The window of a
+layer bounds the blocks that the layer gathers. Blocks entirely before the window are never read,
+because their entries may be null blocks with arbitrary content.
 
-Whatever the layout, the parts of each layer are seen as ``[B, N, H, D]`` through strides. A step
-writes its tokens' cells by (block, offset), then gathers whole blocks by block table: torch copies
-those several times faster than single tokens.
+In any layout, strided views show the parts of each layer as ``[B, N, H, D]``. A step writes the
+cells of its tokens by (block, offset), then gathers whole blocks by block table: torch copies whole
+blocks several times faster than single tokens.
 
 Legend of the dims::
 
@@ -31,51 +31,51 @@ from kvferry.engine.messages import ScheduledRequest
 from kvferry.errors import BlockTableError
 from kvferry.topology.geometry import EngineGeometry
 
-#: Decodes share one padded call as long as the shortest needs half of the longest one's blocks,
-#: or no more than this many.
+#: Decodes share a padded call if the shortest block table has at least half the blocks of the
+#: longest, or if the longest has at most this many blocks.
 _SMALL_TABLE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Requests whose attention is one call: one request's chunk, or many decodes."""
+    """A call of the attention kernel: for the chunk of a request, or for many decodes."""
 
     rows: torch.Tensor | slice
-    """Which of the step's tokens."""
+    """Rows of the call among the step's tokens."""
     blocks: torch.Tensor
     """int64 ``[R * blocks per request]``, tables padded with the null block."""
     num_requests: int
     tokens: slice
-    """Which of the gathered tokens of each request to look at."""
+    """Range of the gathered tokens of each request that the call attends to."""
     mask: torch.Tensor | None
-    """Added to the scores, ``[R, 1, 1, L]`` for decodes and ``[T, L]`` for a chunk."""
+    """Mask that is added to the scores: ``[R, 1, 1, L]`` for decodes, ``[T, L]`` for a chunk."""
     padding: torch.Tensor | None
-    """Flat indices into ``[R * L]`` of the tokens that no one may see."""
+    """Flat indices into ``[R * L]`` of the tokens that are hidden from every query."""
     causal: bool
-    """Whether a chunk starts its sequence, so that no mask need be stored."""
+    """Whether a chunk starts its sequence within the window, so that no mask must be stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerBatch:
-    """What one layer needs of a step; layers of one group and one window share it."""
+    """Index tensors of a step for a layer; layers with equal group and window share an object."""
 
     slots: tuple[torch.Tensor, torch.Tensor]
-    """Block and offset of each token, int64 ``[T]`` each."""
+    """Block and offset of each token, each int64 ``[T]``."""
     calls: tuple[AttentionCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step's requests as tensors."""
+    """The requests of a step as tensors."""
 
     tokens: torch.Tensor
-    """int64 ``[T]``."""
+    """Token ids, int64 ``[T]``."""
     positions: torch.Tensor
-    """int64 ``[T]``."""
+    """Position of each token in its sequence, int64 ``[T]``."""
     sampled: torch.Tensor
-    """int64 rows of the tokens whose logits are asked for, in the order of the requests."""
+    """Rows of the tokens whose logits are needed, in the order of the requests; int64."""
     layers: Mapping[int, LayerBatch]
-    """By the model's layer."""
+    """Model layer → the layer's index tensors."""
 
 
 def build_batch(
@@ -84,18 +84,18 @@ def build_batch(
     dtype: torch.dtype,
     layer_windows: Mapping[int, int] | None = None,
 ) -> StepBatch:
-    """Turns a step's requests into index tensors.
+    """Turns the requests of a step into index tensors.
 
     Args:
-        requests: at least one, each with at least one token.
+        requests: at least one request, each with at least one token.
         groups: geometries of the engine's KV cache groups, in the order of the block tables.
-        dtype: of the masks, which is the model's.
-        layer_windows: model layer → tokens that one of its tokens attends to, itself included;
-            all that its group keeps if left out.
+        dtype: dtype of the masks, which is the model's dtype.
+        layer_windows: model layer → number of tokens that a token of this layer attends to,
+            including itself; by default, all tokens that the layer's group keeps.
 
     Raises:
-        BlockTableError: a request has not one block table per group, or one of them lacks a block
-            that a layer needs.
+        BlockTableError: the number of a request's block tables differs from the number of groups,
+            or a table lacks a block that a layer needs.
     """
     for request in requests:
         if len(request.block_ids) != len(groups):
@@ -134,7 +134,7 @@ def build_batch(
 
 
 class _Sight:
-    """What one group's layers of one window see in a step; arrays have a number per request."""
+    """The visible range of each request for layers with equal group and window, as arrays."""
 
     def __init__(
         self, table: BlockTable, window: int | None, firsts: IntArray, counts: IntArray
@@ -142,20 +142,20 @@ class _Sight:
         self.table = table
         self.window = window
         self.counts = counts
-        """Tokens to compute."""
+        """Number of tokens to compute."""
         self.starts = np.cumsum(counts) - counts
-        """Row of the first of them among the step's tokens."""
+        """Row of the first token to compute among the step's tokens."""
         self.lengths = firsts + counts
-        """Tokens of the sequence after the step."""
+        """Number of tokens in the sequence after the step."""
         self.kept = np.zeros_like(firsts)
         """First position that the first token to compute may see."""
         if window is not None:
-            # topology.windows.first_kept_token, for all requests at once.
+            # A copy of topology.windows.first_kept_token for all requests at once.
             self.kept = np.maximum(firsts - window + 1, 0)
         self.first_blocks = self.kept // table.block_size
         """Index of the first block to gather."""
         self.end_blocks = -(-self.lengths // table.block_size)
-        """Index behind the last block to gather."""
+        """Index after the last block to gather."""
 
 
 def _calls(sight: _Sight, dtype: torch.dtype) -> tuple[AttentionCall, ...]:
@@ -166,10 +166,10 @@ def _calls(sight: _Sight, dtype: torch.dtype) -> tuple[AttentionCall, ...]:
 
 
 def _check_tables(requests: Sequence[ScheduledRequest], sight: _Sight) -> None:
-    """Every block that will be written or gathered must be there.
+    """Checks that every block to be written or gathered is in its table.
 
-    A null block is gathered as padding of shorter tables too, so reading one where a token should
-    be would be no error by itself, but a wrong answer.
+    A null block is also a legal padding of shorter tables. So reading a null block in place of a
+    token would raise no error, but give a wrong answer.
     """
     table = sight.table
     for request in np.flatnonzero(sight.end_blocks > table.num_blocks).tolist():
@@ -231,7 +231,7 @@ def _decode_call(sight: _Sight, members: IntArray, dtype: torch.dtype) -> Attent
     block_size = sight.table.block_size
     firsts = sight.first_blocks[members]
     tables = sight.table.between(members, firsts, sight.end_blocks[members] - firsts)
-    # Positions relative to the first gathered token of each sequence.
+    # From here on, positions count from the first gathered token of each sequence.
     begins = sight.kept[members] - firsts * block_size
     ends = sight.lengths[members] - firsts * block_size
     mask = padding = None
@@ -257,11 +257,11 @@ def _decode_call(sight: _Sight, members: IntArray, dtype: torch.dtype) -> Attent
 
 
 def write_kv(cache: Sequence[torch.Tensor], batch: LayerBatch, *new_THD: torch.Tensor) -> None:
-    """Puts the step's cells into their slots of one layer's cache.
+    """Writes the step's cells into their slots in the cache of a layer.
 
     Args:
-        cache: the layer's parts, ``[B, N, H, D]`` each.
-        batch: the layer's part of the step.
+        cache: the layer's parts, each ``[B, N, H, D]``.
+        batch: the layer's index tensors for the step.
         new_THD: the step's cells of each part.
     """
     for cells_BNHD, cells_THD in zip(cache, new_THD, strict=True):
@@ -274,14 +274,14 @@ def attend(
     batch: LayerBatch,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of every token over what it sees of its own sequence, the step's tokens included.
+    """Attention of every token over the visible part of its sequence, including the step's tokens.
 
     Args:
-        q_THD: queries ``[T, H * G, D]``, those of a KV head next to each other.
-        cache: one layer's keys and values ``[B, N, H, D]``, the step's already written. The two
-            may differ in D.
-        batch: the layer's part of the step.
-        scale: of the scores; ``D ** -0.5`` if left out.
+        q_THD: queries ``[T, H * G, D]``; the queries of a KV head are next to each other.
+        cache: keys and values of a layer, each ``[B, N, H, D]``, with the step's tokens already
+            written. Keys and values may differ in D.
+        batch: the layer's index tensors for the step.
+        scale: factor of the scores; by default, ``D ** -0.5``.
 
     Returns:
         ``[T, H * G, D]`` with the D of the values, contiguous.
@@ -302,8 +302,8 @@ def attend(
             )
             out_THD[call.rows] = out[0].transpose(0, 1)
         else:
-            # The query heads of a KV head take the place of queries of one head, so that no key
-            # is repeated.
+            # The query heads of a KV head take the place of several queries of a single head, so no
+            # key is repeated.
             q_RHGD = q.view(call.num_requests, k_RHLD.shape[1], -1, q.shape[-1])
             out = F.scaled_dot_product_attention(
                 q_RHGD, k_RHLD, v_RHLD, attn_mask=call.mask, scale=scale
@@ -313,7 +313,7 @@ def attend(
 
 
 def _gather(cells_BNHD: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """The call's cells of one part as ``[R, H, L, D]``."""
+    """The call's cells of a part as ``[R, H, L, D]``."""
     _, _, heads, size = cells_BNHD.shape
     found = cells_BNHD.index_select(0, call.blocks).reshape(call.num_requests, -1, heads, size)
     found = found[:, call.tokens]

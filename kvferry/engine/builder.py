@@ -1,6 +1,6 @@
-"""Builds an engine from what a user wrote.
+"""Builds an engine from the user's configuration.
 
-The one place where a model's layers, an engine's shape and the cache core's grouping meet.
+Only this module combines the model's layers, the engine's shape and the cache core's groups.
 """
 
 import logging
@@ -31,16 +31,16 @@ ExecutorKind = Literal["process", "inprocess"]
 def engine_cache(
     engine: EngineConfig, model: DecoderConfig, dtype: str
 ) -> tuple[KVCacheConfig, tuple[EngineGeometry, ...]]:
-    """The KV cache of an engine that runs a model.
+    """The KV cache of an engine with a model.
 
     Args:
         engine: shape, block size, layout and number of blocks.
-        model: whose layers.
-        dtype: of the KV cache.
+        model: the model whose layers the cache serves.
+        dtype: dtype of the KV cache.
 
     Returns:
-        The scheduler's view, without tensors, as it owns no memory; and the geometry of each of
-        its groups.
+        The scheduler's cache config, without tensors because the scheduler owns no memory; and
+        the geometry of each KV cache group.
 
     Raises:
         ConfigError: the shape does not fit the model, or its layers cannot be grouped.
@@ -56,7 +56,7 @@ def engine_cache(
         config = KVCacheConfig(engine.num_blocks, (), groups)
     except ValueError as error:
         raise ConfigError(f"engine {engine.name!r}: {error}") from error
-    # A decoder has no recurrent layers, hence no group of states.
+    # A decoder has no recurrent layers, so there is no group with recurrent states.
     return config, tuple(group for group in geometries if isinstance(group, EngineGeometry))
 
 
@@ -71,17 +71,17 @@ def build_engine(
     enable_prefix_caching: bool = True,
     elsewhere: RanksElsewhere | None = None,
 ) -> Engine:
-    """Starts the ranks of an engine, and its connector, and returns it ready for requests.
+    """Starts the ranks and the connector of an engine, and returns it ready for requests.
 
     Args:
-        config: of the engine.
+        config: configuration of the engine.
         model_folder: a converted folder, see :func:`kvferry.engine.weights.prepare_model`.
-        dtype: of weights, activations and KV cache.
-        executor: ranks as processes, or as threads of this process.
-        connect: whether the engine exchanges KV; without, ``kv_transfer_config`` is not read.
-        eos_token_ids: tokens that end an answer; those of the model if left out.
+        dtype: dtype of weights, activations and KV cache.
+        executor: kind of the ranks: processes, or threads of this process.
+        connect: whether the engine exchanges KV; if not, ``kv_transfer_config`` is not read.
+        eos_token_ids: tokens that end an answer; by default, the model's tokens.
         enable_prefix_caching: whether requests share the blocks of equal prefixes.
-        elsewhere: the ranks that are processes of other hosts, if there are some.
+        elsewhere: ranks that are processes on other hosts, if any.
 
     Raises:
         ConfigError: the shape or the connector's keys cannot be used.
@@ -113,7 +113,7 @@ def build_engine(
         threads=config.threads,
     )
     with ExitStack() as opened:
-        # Sockets first: a port that is taken shows at once, weights take their time.
+        # Open sockets first: a taken port fails at once, while weights take long to load.
         events = _open_events(config)
         if events is not None:
             opened.callback(events.close)
@@ -123,7 +123,7 @@ def build_engine(
             connector = plugin.scheduler(context)
             opened.callback(connector.close)
         ranks = Executor(spec, in_process=executor == "inprocess", elsewhere=elsewhere)
-        opened.pop_all()  # from here on they are the engine's
+        opened.pop_all()  # from here on, the engine owns and closes these parts
     return Engine(options, cache_config, ranks, connector, events)
 
 

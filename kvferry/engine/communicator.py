@@ -1,9 +1,9 @@
-"""What the ranks of one engine say to each other while they compute.
+"""Communication between the ranks of an engine during a step.
 
-There are two kinds of operations: sums and gathers among the TP ranks of a stage, and hidden states
-from a stage to the next. Ranks call the same operations in the same order, because they run the
-same steps. Ranks are threads of one process (:class:`LocalCommunicator`), or processes
-(:class:`GlooCommunicator`).
+There are two kinds of operations: sums and gathers among the TP ranks of a stage, and transfers of
+hidden states from a stage to the next. All ranks call the same operations in the same order,
+because all ranks run the same steps. Ranks are threads of a process (:class:`LocalCommunicator`),
+or processes (:class:`GlooCommunicator`).
 """
 
 import queue
@@ -15,18 +15,20 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from kvferry.errors import WorkerDiedError
 from kvferry.topology import ParallelShape
+from kvferry.zeromq import split_address
 
-#: Seconds after which a rank that does not take part counts as dead.
+#: Seconds after which a rank that does not join an operation counts as dead.
 DEFAULT_TIMEOUT_S = 300.0
 
 
 class Communicator(ABC):
-    """One rank's end. Used from the rank's step thread only; every operation blocks.
+    """Communication for a single rank. Only the rank's step thread may use it; operations block.
 
-    Every operation raises :class:`WorkerDiedError` when a rank it needs is gone or silent.
+    Every operation raises :class:`WorkerDiedError` if a rank that it needs is gone or silent.
     """
 
     def __init__(self, parallel: ParallelShape, rank: int) -> None:
@@ -38,27 +40,27 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> None:
-        """Adds ``x`` up over the TP ranks of the stage, in place, to the same bits on each."""
+        """Sums ``x`` over the TP ranks of the stage, in place; all ranks get the same bits."""
 
     @abstractmethod
     def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
-        """Joins the TP ranks' ``x`` along the last dim.
+        """Concatenates the ``x`` of all TP ranks of the stage along the last dim.
 
         Args:
             x: ``[rows, sizes[tp_rank]]``, contiguous.
             sizes: extent of the last dim on every TP rank.
 
         Returns:
-            ``[rows, sum(sizes)]`` on TP rank 0, ``None`` on the others.
+            ``[rows, sum(sizes)]`` on TP rank 0, ``None`` on the other ranks.
         """
 
     @abstractmethod
     def send(self, x: torch.Tensor) -> None:
-        """Hands ``x``, contiguous, to the same TP rank of the next stage."""
+        """Sends ``x``, contiguous, to the same TP rank of the next stage."""
 
     @abstractmethod
     def recv(self, x: torch.Tensor) -> None:
-        """Fills ``x``, contiguous, with what the same TP rank of the previous stage sends."""
+        """Fills ``x``, contiguous, with the tensor of the same TP rank of the previous stage."""
 
     @abstractmethod
     def close(self) -> None:
@@ -66,7 +68,7 @@ class Communicator(ABC):
 
 
 class LocalGroup:
-    """The ranks of an engine as threads of one process; makes their communicators."""
+    """The ranks of an engine as threads of a process; makes the communicators."""
 
     def __init__(self, parallel: ParallelShape, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.parallel = parallel
@@ -78,11 +80,11 @@ class LocalGroup:
         ]
 
     def communicator(self, rank: int) -> Communicator:
-        """The end of one rank."""
+        """The communicator of a rank."""
         return LocalCommunicator(self, rank)
 
     def abort(self) -> None:
-        """Makes every operation that waits, now or later, raise ``WorkerDiedError``."""
+        """Makes every waiting operation, now or later, raise ``WorkerDiedError``."""
         for barrier in self.barriers:
             barrier.abort()
         for inbox in self.inboxes:
@@ -90,7 +92,7 @@ class LocalGroup:
 
 
 class LocalCommunicator(Communicator):
-    """One thread of a :class:`LocalGroup`."""
+    """The communicator of a thread in a :class:`LocalGroup`."""
 
     def __init__(self, group: LocalGroup, rank: int) -> None:
         super().__init__(group.parallel, rank)
@@ -99,15 +101,15 @@ class LocalCommunicator(Communicator):
         self._peers = range(first, first + group.parallel.tp)
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """Adds in the order of the ranks, so that all get the same bits."""
+        """Sums in the order of the ranks, so that all ranks get the same bits."""
         if len(self._peers) == 1:
             return
         total = sum(self._exchange(x)[1:], start=self._slot(self._peers[0]))
-        self._wait()  # until all have added: x is what the others add
+        self._wait()  # for the sums of all ranks, which still read this x
         x.copy_(total)
 
     def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
-        """Copies the others' tensors on TP rank 0."""
+        """Concatenates the tensors of all ranks on TP rank 0."""
         if len(self._peers) == 1:
             return x
         joined = None
@@ -119,11 +121,11 @@ class LocalCommunicator(Communicator):
         return joined
 
     def send(self, x: torch.Tensor) -> None:
-        """Never blocks; the other side gets a copy."""
+        """Puts a copy of ``x`` into the inbox of the other rank. Never blocks."""
         self._group.inboxes[self.rank + self.parallel.tp].put(x.clone())
 
     def recv(self, x: torch.Tensor) -> None:
-        """Waits for the previous stage."""
+        """Waits for a tensor of the previous stage."""
         try:
             received = self._group.inboxes[self.rank].get(timeout=self._group.timeout_s)
         except queue.Empty:
@@ -133,7 +135,7 @@ class LocalCommunicator(Communicator):
         x.copy_(received)
 
     def close(self) -> None:
-        """Lets nobody wait for this rank: the other ranks' operations fail."""
+        """Breaks all waits for this rank: operations of the other ranks fail."""
         self._group.abort()
 
     def _slot(self, rank: int) -> torch.Tensor:
@@ -156,13 +158,13 @@ class LocalCommunicator(Communicator):
 
 
 class GlooCommunicator(Communicator):
-    """One rank of a default process group, which it makes and destroys.
+    """A rank in torch's default process group; makes and destroys the group.
 
     Args:
-        parallel: the engine's shape.
-        rank: this process's rank.
-        init_method: where ranks meet, for example ``file:///tmp/x/meet`` (a file that does not
-            exist yet) or ``tcp://127.0.0.1:29500``.
+        parallel: the parallel shape of the engine.
+        rank: rank of this process.
+        meeting: ``host:port`` at which rank 0 listens for the other ranks.
+        listener: file descriptor of the socket that listens there; for rank 0 only.
         timeout_s: seconds after which a silent rank counts as dead.
 
     Raises:
@@ -173,22 +175,23 @@ class GlooCommunicator(Communicator):
         self,
         parallel: ParallelShape,
         rank: int,
-        init_method: str,
+        meeting: str,
+        listener: int | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         super().__init__(parallel, rank)
         timeout = timedelta(seconds=timeout_s)
         self._sums: dist.ProcessGroup | None = None
         with self._mapped("meet the other ranks"):
+            size = parallel.world_size
+            store = TCPStore(
+                *split_address(meeting), size, rank == 0, timeout, master_listen_fd=listener
+            )
             dist.init_process_group(
-                "gloo",
-                init_method=init_method,
-                rank=rank,
-                world_size=parallel.world_size,
-                timeout=timeout,
+                "gloo", store=store, rank=rank, world_size=size, timeout=timeout
             )
             if parallel.tp > 1:
-                # Every rank makes every group, in the same order: new_group is collective.
+                # new_group is collective: every rank makes every group, in the same order.
                 for stage in range(parallel.pp):
                     first = stage * parallel.tp
                     ranks = list(range(first, first + parallel.tp))
@@ -197,13 +200,13 @@ class GlooCommunicator(Communicator):
                         self._sums = group
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """Gloo's ring: every chunk is added up on one rank, then handed round."""
+        """Sums with Gloo's ring: a rank sums each chunk, then passes the sum round."""
         if self._sums is not None:
             with self._mapped("add up"):
                 dist.all_reduce(x, group=self._sums)
 
     def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
-        """Pads to the longest piece, as gloo gathers equal sizes only."""
+        """Pads all pieces to the longest piece, because Gloo gathers only equal sizes."""
         if self._sums is None:
             return x
         rows, longest = x.shape[0], max(sizes)
@@ -219,26 +222,26 @@ class GlooCommunicator(Communicator):
         )
 
     def send(self, x: torch.Tensor) -> None:
-        """Blocks until the bytes are on their way."""
+        """Blocks until the bytes are sent."""
         with self._mapped("send to the next stage"):
             dist.send(x, self.rank + self.parallel.tp)
 
     def recv(self, x: torch.Tensor) -> None:
-        """Blocks until the bytes are here."""
+        """Blocks until the bytes have arrived."""
         with self._mapped("receive from the previous stage"):
             dist.recv(x, self.rank - self.parallel.tp)
 
     def close(self) -> None:
-        """Destroys the process group; the other ranks' next operation fails."""
+        """Destroys the process group; the next operation of the other ranks fails."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     @contextmanager
     def _mapped(self, doing: str) -> Iterator[None]:
-        """Gloo says RuntimeError for a closed connection and for a timeout alike."""
+        """Maps RuntimeError, which Gloo raises for closed connections and for timeouts."""
         try:
             yield
         except RuntimeError as error:
-            # Gloo puts a source line before what happened, and sentences of advice after it.
+            # Gloo puts a source location before the error, and sentences of advice after it.
             happened = str(error).partition("] ")[2].partition(". ")[0] or str(error)
             raise WorkerDiedError(f"rank {self.rank}: cannot {doing}: {happened}") from error

@@ -1,17 +1,18 @@
-"""The reference engine: a scheduler, the ranks that compute, and the connector between engines."""
+"""The reference engine: a scheduler, the ranks, and the scheduler half of the connector."""
 
 import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvferry.cache import KVCacheConfig
 from kvferry.connectors.aggregator import KVOutputAggregator
-from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector, TransferRecord
+from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector
 from kvferry.control.cache_events import CacheEventPublisher
 from kvferry.engine.executor import Executor
 from kvferry.engine.messages import (
@@ -22,49 +23,51 @@ from kvferry.engine.messages import (
 )
 from kvferry.engine.request import EngineRequest, SchedulerOptions
 from kvferry.engine.scheduler import Scheduler, SchedulerStats
-from kvferry.errors import EngineError, KVFerryError, RequestError
+from kvferry.errors import EngineError, KVFerryError, RequestError, WorkerDiedError
 from kvferry.lifetimes import Closing
+from kvferry.observe.records import TransferRecord
 
 IDLE_SLEEP_S = 0.001
-"""Pause after a step that computed nothing, while loads or leases are pending."""
+"""Seconds of pause after a step without computed tokens, while loads or leases are pending."""
 
 _MAX_RECORDS = 65_536
-"""Transfer records kept for whoever asks; beyond it the oldest are dropped."""
+"""Maximum number of transfer records kept for :meth:`Engine.records`; older records are dropped."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of an engine."""
+    """Counters and states of an engine at a point in time."""
 
     scheduler: SchedulerStats
     steps: int
-    """Steps that computed something, since the start."""
+    """Number of steps that computed tokens since the start."""
     computed_tokens: int
-    """Tokens computed since the start."""
+    """Number of tokens computed since the start."""
     output_tokens: int
-    """Tokens drawn since the start."""
+    """Number of tokens sampled since the start."""
     connector: dict[str, float]
-    """Counters of the connector: of its half between engines, and those of its ranks together."""
+    """Counters of the connector: from the scheduler half, and sums over the ranks."""
     connector_gauges: dict[str, float]
-    """What the connector's ranks together had in the last step."""
+    """Gauges of the connector in the last step, joined over all ranks."""
     transfer_progress: dict[str, tuple[int, int]]
-    """Request id → (bytes in place, bytes in all) of the loads under way."""
+    """Request id → (bytes in place, bytes in total), for every load in progress."""
 
 
 class Engine(Closing):
-    """One engine: requests in, tokens out, a step at a time. One thread owns it.
+    """An engine: takes requests and returns tokens step by step. A single thread owns the engine.
 
-    When the engine cannot go on, because a rank is dead for example, ``step`` raises why, as does
-    every later call of it; only ``close`` is left then.
+    If the engine cannot continue, for example because a rank died, ``step`` raises the error, and
+    so does every later call of ``step``. The owner can then only call ``close``.
 
     Args:
-        options: of the scheduler.
-        kv_cache_config: blocks and groups.
-        executor: the ranks. From here on the engine owns this and what follows, and closes them.
-        connector: the half between engines, if it exchanges KV.
-        events: who is told what the prefix cache holds.
+        options: options of the scheduler.
+        kv_cache_config: blocks and groups of the KV cache.
+        executor: the ranks. The engine owns the executor and the next two arguments from here on,
+            and closes them.
+        connector: the scheduler half of the connector, if the engine exchanges KV.
+        events: publisher of KV cache events, if the engine publishes events.
 
     Raises:
-        KVFerryError: the connector cannot use what the ranks told it. All parts are closed.
+        KVFerryError: the connector cannot use the handshakes of the ranks. All parts are closed.
     """
 
     def __init__(
@@ -88,16 +91,17 @@ class Engine(Closing):
         self._failure: KVFerryError | None = None
         self._unsendable: dict[str, str] = {}
         with ExitStack() as parts:
-            # They are closed in reverse: peers are told first; the ranks' memory goes last.
+            # The parts close in reverse order: first inform peers, last free the ranks' memory.
             parts.callback(executor.close)
             if events is not None:
                 parts.callback(events.close)
             if connector is not None:
                 parts.callback(connector.close)
                 connector.set_worker_handshakes(executor.handshakes())
-            self._scheduler = Scheduler(
+            self.scheduler = Scheduler(
                 options, kv_cache_config, connector, enable_kv_cache_events=events is not None
             )
+            """Decides what each step computes, and keeps the requests."""
             self._aggregator = KVOutputAggregator.from_connector(connector, executor.world_size)
             self._parts = parts.pop_all()
 
@@ -112,20 +116,20 @@ class Engine(Closing):
         arrival: float | None = None,
         traceparent: str = "",
     ) -> None:
-        """Takes a request in; its news come from :meth:`step`.
+        """Takes a request in; :meth:`step` returns the outputs of the request.
 
         Args:
-            request_id: unique among live requests and those whose blocks are lent out.
-            prompt_token_ids: at least one.
-            sampling: how its tokens are drawn; greedy, 16 at most, if left out.
-            kv_transfer_params: what the router sent for the connector.
-            cache_salt: prefixes are shared only between requests of equal salt.
-            arrival: Unix seconds, for the timings; now if left out.
-            traceparent: the W3C trace context that it came with, if any.
+            request_id: an id that is unique among live requests and requests with lent blocks.
+            prompt_token_ids: at least one token id.
+            sampling: sampling parameters; by default, greedy and at most 16 tokens.
+            kv_transfer_params: parameters from the router for the connector.
+            cache_salt: only requests with equal salts share cached prefixes.
+            arrival: arrival time in Unix seconds, for the timings; by default, now.
+            traceparent: the W3C trace context of the request, if any.
 
         Raises:
             ValueError: an empty prompt, or an id in use.
-            KVFerryError: it is refused; see :meth:`Scheduler.add_request`.
+            KVFerryError: the request is refused; see :meth:`Scheduler.add_request`.
         """
         request = EngineRequest(
             request_id,
@@ -135,39 +139,40 @@ class Engine(Closing):
             cache_salt=cache_salt,
             arrival=arrival,
             traceparent=traceparent,
+            weights_digest=self._executor.weights_digest,
         )
-        self._scheduler.add_request(request)
-        # Reports that come late for an earlier request of this id were made before it was gone.
+        self.scheduler.add_request(request)
+        # Late reports for an earlier request with this id must not count for the new request.
         self._aggregator.forget(request_id)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request now; the next step reports it. Unknown ids are ignored.
+        """Ends a request now; the next step reports the end. Ignores unknown ids.
 
         Returns:
-            Whether there was such a request.
+            Whether the request existed.
         """
-        return self._scheduler.abort(request_id)
+        return self.scheduler.abort(request_id)
 
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
-        """The ``kv_transfer_params`` of an output of ours will be used by nobody."""
+        """Takes the lent blocks of an output back, since no engine will use its parameters."""
         if self.connector is not None:
             self.connector.take_back(kv_transfer_params)
 
     @property
     def events(self) -> CacheEventPublisher | None:
-        """Who is told what the prefix cache holds."""
+        """The publisher of KV cache events; ``None`` if the engine publishes no events."""
         return self._events
 
     def has_work(self) -> bool:
-        """Whether :meth:`step` has something to do, be it only to hear of loads and leases."""
-        return self._scheduler.has_work()
+        """Whether :meth:`step` is needed: for tokens, or only for reports of loads and leases."""
+        return self.scheduler.has_work()
 
     def step(self) -> list[EngineOutput]:
-        """Computes one batch and returns what is new, requests that ended in between included.
+        """Computes a batch; returns new outputs, also of requests that ended since the last step.
 
         Raises:
-            WorkerDiedError: a rank is gone. The engine cannot go on.
-            KVFerryError: likewise, as the message says.
+            WorkerDiedError: a rank is gone. The engine cannot continue.
+            KVFerryError: any other error after which the engine cannot continue.
         """
         if self._failure is not None:
             raise self._failure
@@ -175,13 +180,13 @@ class Engine(Closing):
             self._run_step()
             self._publish()
         except BaseException as error:
-            # Whatever it was: the ranks may have missed a step, or have an answer to it pending.
+            # After any error, ranks may have missed a step or may still owe an answer to a step.
             if isinstance(error, KVFerryError):
                 self._failure = error
             else:
                 self._failure = EngineError(f"a step was broken off: {error!r}")
             raise
-        news = self._scheduler.take_news()
+        news = self.scheduler.take_news()
         for output in news:
             if (reason := self._unsendable.pop(output.request_id, None)) is not None:
                 output.finish_reason, output.error = "error", reason
@@ -189,10 +194,10 @@ class Engine(Closing):
         return news
 
     def check(self) -> None:
-        """Raises if a rank has died meanwhile; for owners that have no step to make.
+        """Checks that all ranks live; for an owner that currently makes no steps.
 
         Raises:
-            WorkerDiedError: a rank is gone. The engine cannot go on.
+            WorkerDiedError: a rank is gone. The engine cannot continue.
         """
         if self._failure is None and not self._executor.alive():
             self._failure = self._executor.first_failure()
@@ -200,11 +205,11 @@ class Engine(Closing):
             raise self._failure
 
     def _run_step(self) -> None:
-        output = self._scheduler.schedule()
+        output = self.scheduler.schedule()
         self._count_step(output)
         if not output.requests and self._connector is None:
-            return  # the ranks keep no state of requests: there is nothing to tell them
-        for request_id in self._scheduler.take_started():
+            return  # ranks keep no state of requests, so an empty step has no news for them
+        for request_id in self.scheduler.transfers.take_started():
             self._aggregator.forget(request_id)
         ranks = self._execute(output)
         report = self._aggregator.join(
@@ -215,20 +220,20 @@ class Engine(Closing):
             raise self._executor.first_failure()
         sampled = {name: token for rank in ranks if rank for name, token in rank.sampled.items()}
         gaps = {name: gap for rank in ranks if rank for name, gap in rank.gaps.items()}
-        self._scheduler.update(output, sampled, gaps, report)
+        self.scheduler.update(output, sampled, gaps, report)
         self._totals["output"] += len(sampled)
 
     def _execute(self, output: SchedulerOutput) -> Sequence[RankOutput | None]:
         try:
             return self._executor.execute(output)
         except (OverflowError, TypeError, ValueError):
-            # A step that does not encode has reached no rank: it goes on without whose part it is.
+            # A step that cannot be encoded has reached no rank: retry without the bad requests.
             if not self._drop_unsendable(output):
                 raise
             return self._executor.execute(output)
 
     def _drop_unsendable(self, output: SchedulerOutput) -> bool:
-        """Ends the requests whose part of a step does not encode; whether there are any."""
+        """Ends requests whose part of a step cannot be encoded; returns whether any were ended."""
         before = len(output.requests)
         for part in list(output.requests):
             try:
@@ -236,12 +241,12 @@ class Engine(Closing):
             except (OverflowError, TypeError, ValueError) as error:
                 output.requests.remove(part)
                 self._unsendable[part.request_id] = f"it cannot be sent to the ranks: {error}"
-                self._scheduler.abort(part.request_id)
+                self.scheduler.abort(part.request_id)
         return len(output.requests) < before
 
     def _publish(self) -> None:
         if self._events is not None:
-            self._events.publish(self._scheduler.manager.take_events())
+            self._events.publish(self.scheduler.manager.take_events())
 
     def _count_step(self, output: SchedulerOutput) -> None:
         tokens = sum(len(part.token_ids) for part in output.requests)
@@ -250,7 +255,7 @@ class Engine(Closing):
         self._last_step_tokens = tokens
 
     def _note(self, report: KVConnectorOutput) -> None:
-        """Keeps what is not the scheduler's: records, progress, counters and gauges."""
+        """Keeps records, progress, counters and gauges; the scheduler takes the rest."""
         self._records.extend(report.transfer_records)
         self._progress = report.transfer_progress
         self._gauges = report.kv_connector_gauges
@@ -263,19 +268,19 @@ class Engine(Closing):
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         kv_transfer_params: Sequence[dict[str, Any] | None] | None = None,
     ) -> list[EngineOutput]:
-        """Runs a batch of prompts to its end, leases of its blocks apart.
+        """Runs a batch of prompts to the end; leases of their blocks may last longer.
 
         Args:
-            prompts: token ids.
-            sampling: for all, or one per prompt.
-            kv_transfer_params: one per prompt.
+            prompts: token ids of each prompt.
+            sampling: sampling parameters for all prompts, or a sequence with an item per prompt.
+            kv_transfer_params: an item per prompt.
 
         Returns:
-            For each prompt, in order, its whole answer; one that failed has the finish reason
+            The whole answer to each prompt, in order; a failed prompt has the finish reason
             ``error``.
 
         Raises:
-            ValueError, KVFerryError: a prompt is refused, or the engine cannot go on.
+            ValueError, KVFerryError: a prompt is refused, or the engine cannot continue.
         """
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         params = kv_transfer_params or [None] * len(prompts)
@@ -292,32 +297,32 @@ class Engine(Closing):
 
     @property
     def connector(self) -> SchedulerConnector | None:
-        """The connector's half in this process; only the engine's thread may call it."""
+        """The scheduler half of the connector; only the engine's thread may call this half."""
         return self._connector
 
     @property
     def is_computing(self) -> bool:
-        """Whether the last step computed anything; if not, a pause before the next is in order."""
+        """Whether the last step computed tokens; if not, the caller should pause before a step."""
         return self._last_step_tokens > 0
 
     def waiting_for(self) -> tuple[int, ...]:
-        """Ranks that have not answered the step under way; for every thread."""
+        """Ranks that have not answered the current step. Thread-safe."""
         return self._executor.waiting_for()
 
     def silent_peers(self) -> tuple[str, ...]:
-        """Engines that the connector loads nothing from until they answer; for every thread."""
+        """Engines from which the connector loads nothing until they answer. Thread-safe."""
         return () if self._connector is None else self._connector.silent_peers()
 
     def records(self) -> list[TransferRecord]:
-        """Transfer records since the last call, each once; of the last 65,536 at most."""
+        """Transfer records since the last call, each once; at most the newest 65,536."""
         records = list(self._records)
         self._records.clear()
         return records
 
     def stats(self) -> EngineStats:
-        """A snapshot."""
+        """A snapshot of the engine's counters and states."""
         return EngineStats(
-            scheduler=self._scheduler.stats(),
+            scheduler=self.scheduler.stats(),
             steps=self._totals["steps"],
             computed_tokens=self._totals["computed"],
             output_tokens=self._totals["output"],
@@ -330,13 +335,52 @@ class Engine(Closing):
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; ``False`` while any block is in use."""
-        is_reset = self._scheduler.manager.reset_prefix_cache()
+        """Forgets all cached prefixes; returns ``False`` if any block is in use."""
+        is_reset = self.scheduler.manager.reset_prefix_cache()
         self._publish()
         return is_reset
 
+    def load_weights(self, folder: Path) -> str:
+        """Computes with other weights from the next step on; returns the digest of the weights.
+
+        Call the method between two steps, when no work is left, so that no KV of the older weights
+        is used: cached prefixes are forgotten, and other engines are told.
+
+        Args:
+            folder: folder with a converted model of the same shape.
+
+        Raises:
+            EngineError: the engine still has work, or its connector cannot follow, or its ranks run
+                on several hosts. The weights are as before.
+            ModelError: the model has another shape, or the folder cannot be used. The weights are
+                as before; cached prefixes are forgotten.
+            WorkerDiedError: a rank is gone. The engine cannot continue.
+        """
+        self.check()
+        connector = self._connector
+        if connector is not None and not connector.takes_weights:
+            raise EngineError(
+                f"{type(connector).__name__} cannot follow a change of weights (takes_weights); "
+                "restart the engine with the new model"
+            )
+        if self.has_work() or not self.reset_prefix_cache():
+            stats = self.scheduler.stats()
+            raise EngineError(
+                f"weights: the engine has {stats.running + stats.waiting} requests, "
+                f"{stats.loading} loads and {stats.lent} leases; pause it, and wait until all end"
+            )
+        try:
+            heads = self._executor.load_weights(folder)
+        except WorkerDiedError as error:
+            self._failure = error
+            raise
+        digest = self._executor.weights_digest
+        if connector is not None:
+            connector.set_weights(digest, (), heads)
+        return digest
+
     def close(self) -> None:
-        """Ends connector and ranks; live requests are dropped. Idempotent."""
+        """Ends the connector and the ranks, and drops live requests. Idempotent."""
         if self._failure is None:
             self._failure = EngineError("the engine is closed")
         self._parts.close()

@@ -1,8 +1,7 @@
-"""Runs steps on every rank of an engine."""
+"""Runs steps on all ranks of an engine."""
 
 import logging
 import socket
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
@@ -14,6 +13,7 @@ from kvferry import errors
 from kvferry.engine.messages import (
     Answer,
     Failed,
+    LoadWeights,
     RankOutput,
     RanksElsewhere,
     SchedulerOutput,
@@ -21,36 +21,38 @@ from kvferry.engine.messages import (
     WorkerSpec,
 )
 from kvferry.engine.ranks import CLOSE_S, Rank, RankElsewhere, RankProcess, RankThread
+from kvferry.engine.weights import fingerprint, same_shape
 from kvferry.errors import EngineError, KVFerryError, WorkerDiedError
 from kvferry.lifetimes import Closing
+from kvferry.topology.heads import HeadDigests
 from kvferry.zeromq import join_address
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that the other ranks get to end a step in which one rank failed.
+#: Seconds for the other ranks to end a step in which a rank failed.
 GRACE_S = 5.0
 
 
 class Executor(Closing):
-    """All ranks of one engine, ready to execute steps. Used from one thread.
+    """All ranks of an engine, ready to execute steps. Only a single thread may use the executor.
 
-    A rank that fails a step is dead to the engine: it may have written half of its KV. Steps
-    without requests still reach the ranks that live, so that their connectors can wind up.
+    A rank that fails in a step counts as dead, because its KV may be half written. Steps without
+    requests still reach the live ranks, so that their connectors can finish their work.
 
-    A rank that dies is noticed at once, because its end of the socket pair closes; a rank that
-    hangs is given up after ``spec.step_timeout_s``, or a little later where ranks that wait for it
-    are still to say so. Ranks end when this process does.
+    The death of a rank is noticed at once, because the rank's end of the socket pair closes. A
+    rank that hangs is given up after ``spec.step_timeout_s``, plus a short time in which the ranks
+    that wait for it can report this. Ranks end together with this process.
 
     Args:
-        spec: of the workers.
-        in_process: whether ranks are threads of this process. ``spec.threads`` then also becomes
+        spec: settings of the ranks.
+        in_process: whether ranks are threads of this process. If so, ``spec.threads`` also becomes
             torch's default for threads that this process starts later.
-        elsewhere: the ranks that are processes of other hosts, if there are some.
+        elsewhere: ranks that are processes on other hosts, if any.
 
     Raises:
-        ModelError, ConfigError, HostError: a rank could not start, with its own message; none is
-            left running.
-        WorkerDiedError: a rank died while it started, or did not start in time.
+        ModelError, ConfigError, HostError: a rank could not start, with the rank's own message; no
+            rank is left running.
+        WorkerDiedError: a rank died during its start, or did not start in time.
     """
 
     def __init__(
@@ -61,40 +63,45 @@ class Executor(Closing):
         elsewhere: RanksElsewhere | None = None,
     ) -> None:
         self.spec = spec
+        self._has_ranks_elsewhere = elsewhere is not None
         self._failures: dict[int, WorkerDiedError] = {}
         self._ranks: list[Rank] = []
         self._asked: tuple[int, ...] = ()
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-        with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
-            try:
-                meeting = (Path(folder) / "meet").as_uri()
-                if elsewhere is not None:
-                    meeting = _free_address(elsewhere.host)
-                self._handshakes = self._start(meeting, in_process, elsewhere)
-            except BaseException:
-                self.close()
-                raise
+        try:
+            self._handshakes = self._start(in_process, elsewhere)
+            self.weights_digest = fingerprint(spec.folder, spec.dtype).weights_digest
+            """Digest of the weights that the ranks compute with."""
+        except BaseException:
+            self.close()
+            raise
 
-    def _start(
-        self, init_method: str, in_process: bool, elsewhere: RanksElsewhere | None
-    ) -> list[bytes]:
+    def _start(self, in_process: bool, elsewhere: RanksElsewhere | None) -> list[bytes]:
         spec, numbers = self.spec, range(self.world_size)
+        host = "" if elsewhere is None else elsewhere.host
+        meeting, listener = "", None
         if in_process:
-            from kvferry.engine.communicator import LocalGroup  # loads torch
+            from kvferry.engine.communicator import LocalGroup  # imports torch, which is slow
 
             group = LocalGroup(spec.parallel, spec.step_timeout_s)
             self._ranks = [RankThread(spec, number, group) for number in numbers]
         else:
-            # All of them before the first is told to start: it would wait for one that cannot be
-            # reached.
-            for number in numbers:
+            # Open all ranks before any rank gets its start message: a started rank would wait for a
+            # rank that cannot be reached.
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with socket.create_server((host or "127.0.0.1", 0), family=family) as here:
+                # Rank 0 inherits the socket, so that no other process can take the port; a rank
+                # that meets no other rank keeps no port open.
+                meeting, listener = join_address(*here.getsockname()[:2]), here.fileno()
+                self._ranks.append(RankProcess(spec, 0, [listener] if self.world_size > 1 else []))
+            for number in numbers[1:]:
                 self._ranks.append(_open_rank(spec, number, elsewhere))
         level = logging.getLogger("kvferry").getEffectiveLevel()
-        host = "" if elsewhere is None else elsewhere.host
+        start = Start(
+            spec=spec, rank=0, meeting=meeting, listener=listener, log_level=level, host=host
+        )
         for rank, number in zip(self._ranks, numbers, strict=True):
-            rank.send(
-                Start(spec=spec, rank=number, init_method=init_method, log_level=level, host=host)
-            )
+            rank.send(msgspec.structs.replace(start, rank=number))
         answers = self._collect(numbers, spec.start_timeout_s)
         if self._failures:
             failure = self.first_failure()
@@ -109,34 +116,34 @@ class Executor(Closing):
 
     @property
     def ranks(self) -> Sequence[Rank]:
-        """The ranks, to look at between steps."""
+        """The ranks, for inspection between steps."""
         return self._ranks
 
     @property
     def failures(self) -> Mapping[int, WorkerDiedError]:
-        """Why each dead rank is dead: its exit code or signal, and what it said last."""
+        """Dead rank → the error with its exit code or signal, or its last report."""
         return self._failures
 
     def handshakes(self) -> list[bytes]:
-        """What each rank's connector returned as ``handshake_metadata``, by rank."""
+        """The ``handshake_metadata`` of each rank's connector, by rank."""
         return list(self._handshakes)
 
     def alive(self) -> bool:
-        """Whether every rank is there; notices ranks that died between steps."""
+        """Whether all ranks live; also notices ranks that died between steps."""
         for number, rank in enumerate(self._ranks):
             if number not in self._failures and rank.has_ended():
                 self._note(number, rank.death())
         return not self._failures
 
     def execute(self, step: SchedulerOutput) -> list[RankOutput | None]:
-        """Executes one step on all ranks that live, and waits for all of them.
+        """Executes a step on all live ranks, and waits for all of them.
 
         Returns:
-            One output per rank, at the rank's index; ``None`` in the place of a dead one.
+            An output per rank, at the rank's index; ``None`` for a dead rank.
 
         Raises:
-            WorkerDiedError: nothing came back from any rank; or the step has requests, and a rank
-                was dead before it began.
+            WorkerDiedError: no rank returned an output; or the step has requests, and a rank was
+                dead before the step.
         """
         if self._failures and (step.requests or len(self._failures) == self.world_size):
             raise self.first_failure()
@@ -151,23 +158,57 @@ class Executor(Closing):
             raise self.first_failure()
         return outputs
 
-    def waiting_for(self) -> tuple[int, ...]:
-        """Ranks that have not answered the step under way; none between steps. Any thread.
+    def load_weights(self, folder: Path) -> list[HeadDigests]:
+        """Gives all ranks other weights between two steps.
 
-        Where ranks are stopped (SIGSTOP, a debugger), only those: the others wait for them.
+        Args:
+            folder: folder with a converted model of the same shape.
+
+        Returns:
+            Digests of the weights of each rank's KV heads, by rank.
+
+        Raises:
+            EngineError: ranks run on other hosts, where the folder may not be; nothing has changed.
+            ModelError: the model has another shape, or the folder cannot be used; nothing has
+                changed.
+            WorkerDiedError: a rank is gone, or could not read the weights.
+        """
+        if self._has_ranks_elsewhere:
+            raise EngineError(
+                "ranks of this engine run on other hosts, and the weights change on one host only; "
+                "restart the engine with the new model"
+            )
+        digest = same_shape(self.spec.folder, folder, self.spec.dtype).weights_digest
+        for rank in self._ranks:
+            rank.send(LoadWeights(model_folder=str(folder)))
+        answers = self._collect(range(self.world_size), self.spec.start_timeout_s)
+        if self._failures:
+            raise self.first_failure()
+        self.weights_digest = digest
+        return [
+            msgspec.msgpack.decode(answer, type=HeadDigests)
+            for _, answer in sorted(answers.items())
+            if isinstance(answer, bytes)
+        ]
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """Ranks that have not answered the current step; empty between steps. Thread-safe.
+
+        If some of these ranks are stopped (SIGSTOP, a debugger), only the stopped ranks are
+        returned, because the others wait for them.
         """
         asked = self._asked
         stopped = tuple(rank for rank in asked if self._ranks[rank].is_stopped())
         return stopped or asked
 
     def first_failure(self) -> WorkerDiedError:
-        """The failure to report where several ranks failed: one that caused the others.
+        """The failure to report if several ranks failed: a failure that caused the others.
 
         Raises:
             LookupError: no rank failed.
         """
         for failure in self._failures.values():
-            # A rank that lost its neighbour says so; the neighbour is the news.
+            # A rank that lost its neighbour only reports this; the neighbour's failure matters.
             if not isinstance(failure.__cause__, WorkerDiedError):
                 return failure
         for failure in self._failures.values():
@@ -175,7 +216,7 @@ class Executor(Closing):
         raise LookupError("no rank failed")
 
     def close(self) -> None:
-        """Asks the ranks to end, and kills those that have not in ``CLOSE_S`` seconds."""
+        """Asks all ranks to end, and kills the ranks that still run after ``CLOSE_S`` seconds."""
         for rank in self._ranks:
             rank.send(None)
         deadline = time.monotonic() + CLOSE_S
@@ -183,11 +224,12 @@ class Executor(Closing):
             rank.close(max(deadline - time.monotonic(), 0.1))
 
     def _collect(self, ranks: Sequence[int], timeout_s: float) -> dict[int, Answer]:
-        """One answer of each rank; failures are noted instead."""
+        """Waits for an answer of each rank; notes failures in place of answers."""
         answers: dict[int, Answer] = {}
         pending = {self._ranks[rank].connection: rank for rank in ranks}
         started = time.monotonic()
-        # Ranks that wait for a silent one give up after ``timeout_s`` too; who says so is not it.
+        # Ranks that wait for a silent rank give up after ``timeout_s`` too. The grace lets them
+        # report this, so that only the silent rank is blamed.
         deadline = started + timeout_s + (GRACE_S if len(pending) > 1 else 0.0)
         failed_before = len(self._failures)
         while pending:
@@ -204,7 +246,7 @@ class Executor(Closing):
                 if answer is not None:
                     answers[rank] = answer
             if len(self._failures) > failed_before:
-                # The others wait for the failed rank in vain; most notice, some may not.
+                # The other ranks wait for the failed rank in vain; not all of them notice.
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         self._asked = ()
         return answers
@@ -226,7 +268,7 @@ class Executor(Closing):
         return None
 
     def _give_up(self, started: float, failed_before: int) -> None:
-        """Ends the ranks that have not answered, and says which of them are to blame."""
+        """Kills the ranks that have not answered, and notes which of them are to blame."""
         noted = list(self._failures.values())[failed_before:]
         explained = any(not isinstance(failure.__cause__, WorkerDiedError) for failure in noted)
         silent = self.waiting_for()
@@ -250,7 +292,7 @@ class Executor(Closing):
 
 
 def _open_rank(spec: WorkerSpec, number: int, elsewhere: RanksElsewhere | None) -> Rank:
-    """A rank that is a process, of this host unless it is one of those elsewhere."""
+    """Opens the process of a rank on this host, or connects to a rank on another host."""
     if elsewhere is not None:
         here = spec.parallel.world_size - len(elsewhere.addresses)
         if number >= here:
@@ -258,19 +300,12 @@ def _open_rank(spec: WorkerSpec, number: int, elsewhere: RanksElsewhere | None) 
     return RankProcess(spec, number)
 
 
-def _free_address(host: str) -> str:
-    """Where ranks on several hosts meet: rank 0, which is here, is about to listen there."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as listener:
-        return f"tcp://{join_address(host, listener.getsockname()[1])}"
-
-
 def _error(failed: Failed) -> Exception:
-    """What the rank raised, as far as it is an error of ours."""
+    """The rank's error as a kvferry error; an EngineError for errors of other kinds."""
     kind = getattr(errors, failed.kind, None)
     if isinstance(kind, type) and issubclass(kind, KVFerryError):
         try:
             return kind(failed.text)
         except TypeError:
-            pass  # it takes more than a message
+            pass  # the class needs more than a message
     return EngineError(f"{failed.kind}: {failed.text}")

@@ -1,4 +1,4 @@
-"""Runs an engine on a thread of its own, for servers that must not block."""
+"""Runs an engine on a separate thread, for servers that must not block."""
 
 import logging
 import threading
@@ -10,44 +10,44 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
 
-import msgspec
-
+from kvferry.engine.admission import Admission, DrainState
 from kvferry.engine.engine import IDLE_SLEEP_S, Engine
 from kvferry.engine.messages import EngineOutput, SamplingParams
-from kvferry.errors import DrainingError, EngineError, KVFerryError, StuckStepError
+from kvferry.errors import EngineError, KVFerryError, StuckStepError
 from kvferry.lifetimes import Closing
 from kvferry.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
 OnOutput = Callable[[EngineOutput], object]
-"""Told the news of one request, on the engine's thread; must not block."""
+"""Takes the outputs of a request; called on the engine's thread, so it must not block."""
 
 T = TypeVar("T")
 
 STUCK_STEP_S = 120.0
-"""A step that runs for longer is reported. The requests that wait for it are given up, and until it
-ends new ones are refused. A rank that got no CPU for a minute is slow, and its step ends sooner."""
+"""Seconds after which a running step counts as stuck. A stuck step is logged, the requests that
+wait for the step are given up, and new requests are refused until the step ends. A rank that got no
+CPU for a minute is only slow: its step ends before this time."""
 
 _CHECK_INTERVAL_S = 1.0
-"""Pause between two looks at idle ranks: a rank that dies then is noticed within it."""
+"""Seconds between two checks of idle ranks; a dead idle rank is noticed within this time."""
 
 _MAX_PAUSE_S = 0.01
-"""Longest pause between steps that only wait for leases of ended requests."""
+"""Longest pause in seconds between steps that only wait for leases of ended requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """What the engine's thread is at."""
+    """State of the engine's thread: the age of the current step, and the ranks it waits for."""
 
     age_s: float | None
-    """For how long the step under way has run; ``None`` between steps."""
+    """Seconds since the start of the current step; ``None`` between steps."""
     waiting_for: tuple[int, ...] = ()
-    """Ranks that have not answered it."""
+    """Ranks that have not answered the current step."""
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it has run for longer than ``STUCK_STEP_S``."""
+        """Whether the step has run for longer than ``STUCK_STEP_S``."""
         return self.age_s is not None and self.age_s > STUCK_STEP_S
 
     def __str__(self) -> str:
@@ -60,27 +60,11 @@ class StepState:
         return f"{text} and waits for rank{'s' * (len(self.waiting_for) > 1)} {ranks}"
 
 
-class DrainState(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine that drains still has."""
-
-    requests: int
-    """Requests that it computes, or that wait for that."""
-    loads: int
-    """Requests that wait for KV of other engines."""
-    leases: int
-    """Ended requests whose KV other engines may still read."""
-    is_over: bool
-    """Whether nothing is left, and it can be ended."""
-
-    def __str__(self) -> str:
-        return f"{self.requests} requests, {self.loads} loads, {self.leases} leases"
-
-
 class EngineLoop(Closing):
-    """Steps an engine while it has work; requests and questions come from any thread.
+    """Steps an engine while there is work; any thread may submit requests and calls.
 
-    Owns the engine and closes it. When the engine cannot go on, every live request is answered
-    with an error and ``on_failure`` is told, once, on the engine's thread.
+    The loop owns the engine and closes it. If the engine cannot continue, the loop answers every
+    live request with an error and calls ``on_failure`` once, on the engine's thread.
     """
 
     def __init__(self, engine: Engine, on_failure: Callable[[KVFerryError], object]) -> None:
@@ -88,14 +72,14 @@ class EngineLoop(Closing):
         self._on_failure = on_failure
         self._listeners: dict[str, OnOutput] = {}
         self._arriving: dict[object, tuple[str, OnOutput]] = {}
-        """Requests that the engine's thread has not taken in, and who is told of them."""
+        """Requests that the engine's thread has not taken yet, each with its listener."""
         self._stuck_step: float | None = None
-        """When the step began that was found stuck last."""
+        """Start time of the step that was last found stuck, on the monotonic clock."""
         self._lock = threading.Lock()
         self._closing = False
-        self._draining = False
+        self.admission = Admission()
+        """Whether the engine takes new requests; other threads may read its fields."""
         self._failure: KVFerryError | None = None
-        self._drain_state: DrainState | None = None
         self._step_started: float | None = None
         self._pause_s = 0.0
         self._ended = threading.Event()
@@ -106,7 +90,7 @@ class EngineLoop(Closing):
     def open(
         cls, engine: Engine, on_failure: Callable[[KVFerryError], object] = lambda _error: None
     ) -> Self:
-        """Starts the thread."""
+        """Starts the threads of the loop."""
         loop = cls(engine, on_failure)
         loop._mailbox.start()
         loop._watcher.start()
@@ -114,11 +98,11 @@ class EngineLoop(Closing):
 
     @property
     def failure(self) -> KVFerryError | None:
-        """Why the engine cannot go on; ``None`` while it can."""
+        """The error after which the engine cannot continue; ``None`` while there is no error."""
         return self._failure
 
     def step_state(self) -> StepState:
-        """How the step under way stands; never waits. The age is of the monotonic clock."""
+        """State of the current step, with its age on the monotonic clock. Never waits."""
         started = self._step_started
         if started is None:
             return StepState(None)
@@ -126,44 +110,56 @@ class EngineLoop(Closing):
 
     @property
     def silent_peers(self) -> tuple[str, ...]:
-        """Engines that nothing is loaded from until they answer; never waits."""
+        """Engines from which nothing is loaded until they answer. Never waits."""
         return self._engine.silent_peers()
 
-    @property
-    def drain_state(self) -> DrainState | None:
-        """What is left since :meth:`drain`, as it was after the last step; ``None`` unless it
-        drains. Never waits.
-        """
-        return self._drain_state
-
     def drain(self) -> Future[DrainState]:
-        """Refuses new requests from now on, and goes on with those that it has. Idempotent.
+        """Refuses new requests from now on; existing requests go on. Idempotent.
 
-        Requests that it has may still lend their KV, and load it from others.
+        Existing requests may still lend their KV and load KV from other engines.
 
         Returns:
-            A future of what it has, which ends with the step under way.
+            A future of the remaining work; the future ends after the current step.
 
         Raises:
-            KVFerryError: the engine is closed, or cannot go on.
+            KVFerryError: the engine is closed, or cannot continue.
         """
         with self._lock:
-            self._draining = True
-        return self.call(lambda _engine: self._note_drain())
+            self.admission.is_draining = True
+        return self.call(self.admission.look)
+
+    def pause(self) -> Future[DrainState]:
+        """Holds new requests back from now on, until :meth:`resume`; existing requests go on.
+
+        Returns:
+            A future that ends when the engine has no work left: no request, no load, no lease.
+
+        Raises:
+            KVFerryError: the engine is closed, or cannot continue.
+        """
+        with self._lock:
+            self.admission.is_paused = True
+        waiter: Future[DrainState] = Future()
+        # Requests of earlier calls reach the engine before this task.
+        self.call(partial(self.admission.wait, waiter))
+        return waiter
 
     def resume(self) -> Future[object]:
-        """Takes new requests again, where it drained. Idempotent.
+        """Ends :meth:`drain` and :meth:`pause`. Idempotent.
 
         Returns:
-            A future that ends with the step under way; from then on :attr:`drain_state` is
-            ``None``.
+            A future that ends after the current step. From then on, the requests that
+            waited are in the engine.
 
         Raises:
-            KVFerryError: the engine is closed, or cannot go on.
+            KVFerryError: the engine is closed, or cannot continue.
         """
         with self._lock:
-            self._draining = False
-        return self.call(lambda _engine: self._note_drain())
+            self.admission.is_draining = self.admission.is_paused = False
+            held = self.admission.release()
+        for task in held:
+            self._post(task)
+        return self.call(self.admission.look)
 
     def submit(
         self,
@@ -179,13 +175,14 @@ class EngineLoop(Closing):
     ) -> None:
         """Hands a request to the engine.
 
-        ``on_output`` is called once per step with news; the last call has a ``finish_reason``. A
-        request that is refused gets one call: ``error``, with the refusal and its type.
+        ``on_output`` is called for each step with new outputs; the last call has a
+        ``finish_reason``. A refused request gets a single call: ``error``, with the reason and
+        the type of the refusal.
 
         Raises:
-            DrainingError: it takes no new requests.
+            DrainingError: the engine drains and takes no new requests.
             StuckStepError: a step is stuck.
-            KVFerryError: the engine is closed, or cannot go on.
+            KVFerryError: the engine is closed, or cannot continue.
         """
         add = partial(
             self._engine.add_request,
@@ -200,26 +197,30 @@ class EngineLoop(Closing):
         place = object()
         self._arriving[place] = request_id, on_output
         try:
-            self._post(lambda: self._add(place, add), is_new=True)
+            self._post(lambda: self._add(place, add), new=request_id)
         except KVFerryError:
             self._arriving.pop(place, None)
             raise
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; it is answered with ``abort`` unless it has just ended otherwise.
+        """Ends a request with ``abort``, unless the request has just ended otherwise.
 
-        Does nothing once the engine is closed or has failed: there are no requests then.
+        Does nothing after the end of the engine, because there are no requests any more.
         """
+        with self._lock:
+            held = self.admission.release(request_id)
         try:
-            self._post(lambda: self._abort(request_id))
+            for task in (*held, lambda: self._abort(request_id)):
+                self._post(task)
         except KVFerryError:
             logger.debug("abort of %r: the engine has ended", request_id)
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Runs ``function`` on the engine's thread, between two steps; ``Engine.stats``, say.
+        """Runs ``function``, for example ``Engine.stats``, on the engine's thread between two
+        steps.
 
         Raises:
-            KVFerryError: the engine is closed, or cannot go on.
+            KVFerryError: the engine is closed, or cannot continue.
         """
         future: Future[T] = Future()
 
@@ -235,36 +236,38 @@ class EngineLoop(Closing):
         return future
 
     def close(self) -> None:
-        """Ends the thread, answers live requests with an error, closes the engine. Idempotent."""
+        """Ends the threads, answers live requests with an error, closes the engine. Idempotent."""
         self._end(EngineError("the engine was closed"), failed=False)
         self._mailbox.close()
         self._watcher.join()
 
-    def _post(self, task: Callable[[], None], *, is_new: bool = False) -> None:
-        # Under the lock, nothing is posted after the task that winds everything up, and no new
-        # request after drain() has begun.
+    def _post(self, task: Callable[[], None], *, new: str | None = None) -> None:
+        """Hands a task to the engine's thread; ``new`` is the id of the request that it adds."""
+        # The lock ensures that no task follows the final task ``_wind_up``, and that no new request
+        # follows the start of drain() or pause().
         with self._lock:
-            if is_new and self._draining:
-                raise DrainingError("the engine is draining and takes no new requests")
-            if is_new and self._step_started == self._stuck_step is not None:
+            if new is not None and self._step_started == self._stuck_step is not None:
                 raise StuckStepError(f"{self.step_state()}; no new requests until it ends")
             if self._failure is not None:
                 raise self._failure
             if self._closing:
                 raise EngineError("the engine is closed")
-            self._mailbox.post(task)
+            if new is None or not self.admission.holds(new, task):
+                self._mailbox.post(task)
 
     def _end(self, error: KVFerryError, *, failed: bool) -> None:
-        """Lets nobody post any more; what was posted gets its answer before all is wound up."""
+        """Refuses further tasks; the tasks in the mailbox still run before the final task."""
         with self._lock:
             if self._closing:
                 return
             self._closing = True
             self._failure = error if failed else None
+            for task in self.admission.release():
+                self._mailbox.post(task)
             self._mailbox.post(partial(self._wind_up, error))
 
     def _watch(self) -> None:
-        """Looks for stuck steps, on a thread of its own."""
+        """Looks for stuck steps; runs on the watcher thread."""
         seen, looks_s = None, 0.0
         while not self._ended.wait(_CHECK_INTERVAL_S):
             started, state = self._step_started, self.step_state()
@@ -275,7 +278,7 @@ class EngineLoop(Closing):
             seen = started
             if started is None or not state.is_stuck or self._stuck_step is not None:
                 continue
-            # While this process did not get to run for a minute, its ranks did not either.
+            # If this process did not run for a minute, its ranks did not run either.
             if looks_s >= STUCK_STEP_S / 2:
                 self._stuck_step = started
                 logger.warning("%s; its requests are given up", state)
@@ -285,7 +288,7 @@ class EngineLoop(Closing):
         """Answers all requests with an error while the engine's thread is in a step."""
         waiting = [self._arriving.pop(place, None) for place in list(self._arriving)]
         for request_id in list(self._listeners):
-            # Whoever takes the listener out tells it of the end: the step may end just now.
+            # The thread that removes the listener calls it: the step may end at this very moment.
             listener = self._listeners.pop(request_id, None)
             if listener is not None:
                 waiting.append((request_id, listener))
@@ -296,29 +299,18 @@ class EngineLoop(Closing):
     # -- on the engine's thread ---------------------------------------------------------------
 
     def _turn(self) -> float | None:
-        """One step; returns the pause before the next, in seconds."""
+        """Makes a step; returns the pause before the next step in seconds."""
         if self._ended.is_set():
             return None
         with self._failing():
             self._pause_s = self._serve()
-        if self._drain_state is not None:
-            self._note_drain()
+        if self.admission.is_watched:
+            self.admission.look(self._engine)
         return self._pause_s
-
-    def _note_drain(self) -> DrainState:
-        stats = self._engine.stats().scheduler
-        state = DrainState(
-            requests=stats.running + stats.waiting,
-            loads=stats.loading,
-            leases=stats.lent,
-            is_over=not self._engine.has_work(),
-        )
-        self._drain_state = state if self._draining else None
-        return state
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """The engine cannot go on after whatever is raised in here."""
+        """Ends the loop as failed if its body raises an error."""
         try:
             yield
         except KVFerryError as error:
@@ -337,7 +329,7 @@ class EngineLoop(Closing):
         if self._engine.is_computing:
             return 0.0
         if self._listeners:
-            return IDLE_SLEEP_S  # somebody waits for a load
+            return IDLE_SLEEP_S  # a request waits for its load
         return min(max(2 * self._pause_s, IDLE_SLEEP_S), _MAX_PAUSE_S)
 
     def _step(self) -> list[EngineOutput]:
@@ -350,12 +342,12 @@ class EngineLoop(Closing):
     def _add(self, place: object, add: Callable[[], None]) -> None:
         arrived = self._arriving.pop(place, None)
         if arrived is None:
-            return  # it was given up
+            return  # the request was given up meanwhile
         request_id, on_output = arrived
         try:
             add()
         except Exception as error:
-            # Whatever a client or a plugin made of this request, the others' engine goes on.
+            # Any error of a client or a plugin in this request must not end the engine.
             if not isinstance(error, KVFerryError | ValueError | TypeError):
                 logger.exception("request %r could not be added", request_id)
             self._tell(on_output, _error_output(request_id, error))
@@ -377,15 +369,16 @@ class EngineLoop(Closing):
         try:
             listener(output)
         except Exception:
-            # One client's listener must not end the others' engine.
+            # A failing listener of a client must not end the engine of the other clients.
             logger.exception("the listener of request %r failed", output.request_id)
 
     def _wind_up(self, error: KVFerryError) -> None:
-        """The last task."""
+        """The final task: answers all requests with an error, and closes the engine."""
         self._ended.set()
         for request_id, listener in list(self._listeners.items()):
             self._tell(listener, _error_output(request_id, error))
         self._listeners.clear()
+        self.admission.fail(error)
         try:
             self._engine.close()
         except KVFerryError:

@@ -1,6 +1,6 @@
-"""What travels inside the reference engine: requests in, steps to the ranks, outputs back.
+"""Messages inside the reference engine: requests, steps for the ranks, and outputs.
 
-Ranks keep no state of requests: every step carries all that a rank needs, so a rank can never
+Ranks keep no state of requests. Each step carries all data that a rank needs, so a rank can never
 disagree with the scheduler about a block table.
 """
 
@@ -16,8 +16,8 @@ from kvferry.connectors.registry import connector_context
 from kvferry.engine.weights import fingerprint
 from kvferry.topology import EngineGeometry, ParallelShape
 
-# What a client may write, at the router as at an engine. Every integer fits into the 64 bits of a
-# message to a rank; a length bounds what is kept, and sent with every step.
+# Types of values that a client may send to the router or to an engine. Every integer fits into the
+# 64 bits of a message to a rank. Each length bounds data that is kept and sent with every step.
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -29,26 +29,26 @@ StopTokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=256)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the tokens of one request are chosen."""
+    """Rules for the sampling of a request's tokens."""
 
     max_tokens: MaxTokens = 16
     temperature: Temperature = 0.0
-    """0 is greedy."""
+    """Softmax temperature; 0 for greedy sampling."""
     top_k: TopK = 0
-    """0 and -1 keep all."""
+    """Number of most likely tokens to sample from; 0 and -1 for all tokens."""
     top_p: TopP = 1.0
     seed: Seed | None = None
-    """With a seed, output token ``i`` is drawn by a generator seeded with ``(seed, i)``: the draw
-    does not depend on batch, rank or engine."""
+    """Seed; a generator with the seed ``(seed, i)`` samples output token ``i``. So the token does
+    not depend on batch, rank or engine."""
     seed_offset: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    """Output tokens already drawn elsewhere (by the prefill engine); token ``i`` here is drawn as
-    token ``i + seed_offset``."""
+    """Number of output tokens that another engine (the prefill engine) has sampled. Token ``i`` is
+    sampled here as token ``i + seed_offset``."""
     stop_token_ids: StopTokenIds = ()
     ignore_eos: bool = False
 
 
 class ScheduledRequest(msgspec.Struct, kw_only=True):
-    """One request's part of a step."""
+    """The part of a step that belongs to a request."""
 
     request_id: str
     token_ids: list[int]
@@ -56,55 +56,55 @@ class ScheduledRequest(msgspec.Struct, kw_only=True):
     first_position: int
     """Position of ``token_ids[0]`` in the sequence; KV of all earlier positions is in the cache."""
     block_ids: tuple[list[int], ...]
-    """The whole block tables, one list per KV cache group, covering all positions computed."""
+    """The whole block tables, a list per KV cache group; they cover all computed positions."""
     num_new_blocks: tuple[int, ...] = ()
-    """Entries at the end of each table that the request did not have in its last step: all of
-    them in its first, and when ``resumed``."""
+    """Number of entries at the end of each table that are new since the request's last step. All
+    entries are new in the first step, and if ``resumed`` is true."""
     resumed: bool = False
     """Whether the request was preempted after its last step."""
     sample: SamplingParams | None = None
-    """Given when the last token's logits are to be sampled (the prompt is complete)."""
+    """Sampling parameters if the last token's logits must be sampled (the prompt is complete)."""
     output_index: int = 0
-    """Index of the output token to be drawn, ``seed_offset`` included."""
+    """Index of the output token to sample, including ``seed_offset``."""
 
 
 class SchedulerOutput(msgspec.Struct, kw_only=True, tag="step"):
-    """One step."""
+    """A step: the parts of all requests, and the changes since the last step."""
 
     requests: list[ScheduledRequest] = msgspec.field(default_factory=list)
     finished_req_ids: set[str] = msgspec.field(default_factory=set)
-    """Requests that ended since the last step."""
+    """Ids of the requests that ended since the last step."""
     preempted_req_ids: set[str] = msgspec.field(default_factory=set)
     connector_metadata: bytes | None = None
     """MessagePack of the connector's ``Metadata``; ``None`` without a connector."""
 
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:
-        """Request id → tokens computed in this step."""
+        """Request id → number of tokens computed in this step."""
         return {request.request_id: len(request.token_ids) for request in self.requests}
 
 
 class RankOutput(msgspec.Struct, kw_only=True, tag="output"):
-    """What one rank returns for one step."""
+    """The answer of a rank to a step."""
 
     sampled: dict[str, int] = msgspec.field(default_factory=dict)
-    """Request id → token drawn; only the first rank of the last stage fills it."""
+    """Request id → sampled token; filled only by the first rank of the last stage."""
     gaps: dict[str, float] = msgspec.field(default_factory=dict)
-    """Request id → difference of the two best logits behind ``sampled``."""
+    """Request id → difference between the two highest logits at the token in ``sampled``."""
     kv_connector_output: KVConnectorOutput | None = None
 
 
 class RequestTimings(msgspec.Struct, kw_only=True):
-    """When the parts of a request's life began and ended: Unix seconds, ``None`` before."""
+    """Times of the events in a request's life, in Unix seconds; ``None`` before the event."""
 
     arrival: float
     scheduled: float | None = None
-    """First time it got blocks."""
+    """Time at which the request first got blocks."""
     load_started: float | None = None
     load_finished: float | None = None
-    """When the scheduler learned that every rank's load had ended."""
+    """Time at which the scheduler learned of the end of the load on all ranks."""
     prefill_started: float | None = None
-    """Start of the first step that computes its tokens."""
+    """Start of the first step that computes tokens of the request."""
     prefill_finished: float | None = None
     """End of the step that computed the last token of the prompt."""
     first_token: float | None = None
@@ -112,79 +112,79 @@ class RequestTimings(msgspec.Struct, kw_only=True):
 
 
 class EngineOutput(msgspec.Struct, kw_only=True):
-    """News of one request after a step, or after several that were added up."""
+    """Changes of a request in a step, or in several steps that were added up."""
 
     request_id: str
     token_ids: list[int] = msgspec.field(default_factory=list)
-    """New tokens."""
+    """New tokens since the last output."""
     gaps: list[float] = msgspec.field(default_factory=list)
-    """For each of them, the difference of the two best logits."""
+    """Difference between the two highest logits, for each new token."""
     finish_reason: str | None = None
-    """``stop``, ``length``, ``abort`` or ``error`` once it has ended."""
+    """``stop``, ``length``, ``abort`` or ``error`` after the end; ``None`` before."""
     error: str = ""
-    """Why it ended with ``error``."""
+    """Message of the error that ended the request; empty without an error."""
     error_type: str = ""
-    """Class name of that error, ``OutOfBlocksError`` for example."""
+    """Class name of that error, for example ``OutOfBlocksError``."""
     kv_transfer_params: dict[str, object] | None = None
-    """What the connector returned at the end."""
+    """Parameters that the connector returned at the end of the request."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the local prefix cache."""
+    """Number of prompt tokens found in the local prefix cache."""
     num_external_tokens: int = 0
-    """Prompt tokens loaded through the connector."""
+    """Number of prompt tokens loaded through the connector."""
     timings: RequestTimings | None = None
-    """Given with ``finish_reason``."""
+    """Times of the request's events; set together with ``finish_reason``."""
 
     def __add__(self, later: "EngineOutput") -> "EngineOutput":
-        """This news and that of a later step of the same request."""
+        """Joins two outputs of the same request; ``later`` is of a later step."""
         return msgspec.structs.replace(
             later, token_ids=self.token_ids + later.token_ids, gaps=self.gaps + later.gaps
         )
 
 
-# -- between an executor and its ranks --------------------------------------------------------
+# -- messages between an executor and its ranks -----------------------------------------------
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank is started from; the same for every rank of an engine."""
+    """Settings of a rank, the same for every rank of an engine."""
 
     engine: str
     """Name of the engine, for logs and messages."""
     model_folder: str
-    """A converted model folder, see :func:`kvferry.engine.weights.prepare_model`."""
+    """Folder with the converted model; see :func:`kvferry.engine.weights.prepare_model`."""
     geometries: tuple[EngineGeometry, ...]
-    """The KV cache groups; their dtype is also that of weights and activations."""
+    """The KV cache groups; their dtype is also the dtype of weights and activations."""
     num_blocks: int
-    """KV blocks per rank, the null block included."""
+    """Number of KV blocks per rank, including the null block."""
     incarnation: str
-    """Random per start of the engine."""
+    """Random id of the engine's current start."""
     layer_windows: dict[int, int] = msgspec.field(default_factory=dict)
-    """Model layer → sliding window that it computes within."""
+    """Model layer → length of the layer's sliding window in tokens."""
     kv_transfer_config: KVTransferConfig | None = None
-    """``None`` for an engine that exchanges no KV."""
+    """Configuration of the connector; ``None`` for an engine that exchanges no KV."""
     threads: int = 1
-    """Compute threads per rank."""
+    """Number of compute threads per rank."""
     start_timeout_s: float = 300.0
-    """Seconds in which every rank must be ready."""
+    """Seconds within which every rank must be ready."""
     step_timeout_s: float = 600.0
-    """Seconds after which a rank that has not answered a step counts as dead."""
+    """Seconds without an answer to a step after which a rank counts as dead."""
 
     @property
     def parallel(self) -> ParallelShape:
-        """The shape of the engine, the same for every group."""
+        """The parallel shape of the engine, equal for all groups."""
         return self.geometries[0].parallel
 
     @property
     def dtype(self) -> str:
-        """Of weights, activations and KV cache."""
+        """Dtype of weights, activations and KV cache."""
         return self.geometries[0].dtype
 
     @property
     def folder(self) -> Path:
-        """The model folder."""
+        """The folder with the converted model."""
         return Path(self.model_folder)
 
     def connector(self, config: KVTransferConfig) -> tuple[type[KVConnector], ConnectorContext]:
-        """The connector's class, and what both of its halves are made from.
+        """The connector's class, and the context for the construction of its two halves.
 
         Raises:
             ConfigError, PluginError: see :func:`~kvferry.connectors.registry.connector_context`.
@@ -202,14 +202,14 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RanksElsewhere(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of an engine that are processes of other hosts, and wait there for the engine."""
+    """The ranks of an engine that are processes on other hosts and wait there for the engine."""
 
     host: str
-    """Address of the engine's own host, at which they reach it."""
+    """Address of the engine's own host, at which remote ranks reach the engine."""
     addresses: tuple[str, ...]
-    """``host:port`` of each; they are the last ranks of the engine."""
+    """``host:port`` of each remote rank; these are the last ranks of the engine."""
     key: str
-    """Secret that both sides prove to know."""
+    """Secret that both sides must prove to know."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
@@ -217,25 +217,26 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
     spec: WorkerSpec
     rank: int
-    init_method: str
-    """Where ranks that are processes meet; see
-    :class:`~kvferry.engine.communicator.GlooCommunicator`."""
+    meeting: str
+    """``host:port`` at which rank 0 listens for the other ranks; empty if ranks are threads."""
+    listener: int | None = None
+    """File descriptor of the socket that listens there, which rank 0 has inherited."""
     log_level: int
-    """Of the logger ``kvferry``, as in :mod:`logging`."""
+    """Level of the logger ``kvferry``, as in :mod:`logging`."""
     host: str = ""
-    """Address at which ranks on other hosts reach this one; empty where there are none."""
+    """Address at which ranks on other hosts reach this rank; empty if there are none."""
 
     def on(self, host: str, model_folder: str) -> "Start":
-        """The same for a rank on another host than the engine's.
+        """A copy of this message for a rank on another host than the engine's host.
 
         Args:
-            host: that host's address; the rank's connector listens there too, and is told so.
-            model_folder: the converted model on that host.
+            host: address of the other host; the rank's connector listens on this address too.
+            model_folder: folder with the converted model on the other host.
         """
         transfer = self.spec.kv_transfer_config
         if transfer is not None and "host" in transfer.kv_connector_extra_config:
             extra = {**transfer.kv_connector_extra_config, "host": host}
-            extra.pop("advertise_host", None)  # leads to the engine's host
+            extra.pop("advertise_host", None)  # this address leads to the engine's host
             transfer = msgspec.structs.replace(transfer, kv_connector_extra_config=extra)
         spec = msgspec.structs.replace(
             self.spec, model_folder=model_folder, kv_transfer_config=transfer
@@ -244,16 +245,25 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The rank raised, and ends."""
+    """The report of a rank that raised an error and ends."""
 
     kind: str
     """Class name of the error."""
     text: str
 
 
-#: What a rank receives: its start, then steps; ``None`` lets it close its worker and end.
-Command = Start | SchedulerOutput | None
+class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, tag="weights"):
+    """Makes a rank compute with other weights from the next step on."""
+
+    model_folder: str
+    """Folder with a converted model of the same shape."""
 
 
-#: What a rank answers: its connector's handshake once the worker is open, an output for each step.
+#: Messages to a rank: a start, then steps and weights; ``None`` makes the rank close its worker and
+#: end.
+Command = Start | SchedulerOutput | LoadWeights | None
+
+
+#: Answers of a rank: its connector's handshake when the worker is open, then an output per step,
+#: and the encoded :class:`~kvferry.topology.heads.HeadDigests` of other weights.
 Answer = bytes | RankOutput | Failed

@@ -1,13 +1,13 @@
-"""The reference model: one rank's share of a decoder, in plain torch.
+"""The reference model: a rank's part of a decoder, in plain torch.
 
-Layers are shared by pipeline stage, heads as the geometry says (replicated KV heads and ranks
-without a query head included), the MLP's inner dim and the vocabulary by ranges of any size. Two
-sums per layer are all that TP ranks exchange.
+Layers are divided by pipeline stage. Heads are divided by the geometry, which includes replicated
+KV heads and ranks without query heads. The MLP's inner dim and the vocabulary are divided into
+ranges of any size. TP ranks only exchange two sums per layer.
 
-A layer's attention is grouped-query, or over a latent. Either computes the rank's summand of the
-output and writes the rank's part of the cache. What goes into the cache is computed apart from the
-queries, whose rows differ between ranks that hold the same KV head: a product of another shape may
-round differently, and replicas must agree bit by bit.
+The attention of a layer is grouped-query or latent. Both kinds compute the rank's summand of the
+output and write the rank's part of the cache. Keys and values are computed separately from the
+queries. The rows of the queries differ between ranks with the same KV head, and a matrix product of
+another shape may round differently, but replicas must agree bit by bit.
 
 Legend of the dims::
 
@@ -42,10 +42,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def inverse_frequencies(rope: RopeParameters, size: int) -> torch.Tensor:
-    """Angle per position of each pair of elements, float32 ``[size / 2]``.
+    """Angle per position for each pair of elements, float32 ``[size / 2]``.
 
-    float32 whatever the model's dtype, because the weights were trained with it: at position
-    2,000 the difference to float64 is 1e-4.
+    The angles are float32 for every dtype of the model, because the weights were trained with
+    float32 angles: at position 2,000 the difference to float64 is 1e-4.
     """
     exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     frequencies = 1.0 / (rope.rope_theta**exponents)
@@ -55,8 +55,8 @@ def inverse_frequencies(rope: RopeParameters, size: int) -> torch.Tensor:
     assert rope.low_freq_factor is not None
     assert rope.high_freq_factor is not None
     assert rope.original_max_position_embeddings is not None
-    # Llama 3.1's rule: waves that fit the original context often enough stay, waves longer than
-    # it are stretched by `factor`, and those between are blended by how often they fit.
+    # Llama 3.1's rule: waves that fit often enough into the original context stay. Waves longer
+    # than this context are stretched by `factor`. Waves between are blended, by how often they fit.
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
@@ -72,13 +72,13 @@ def rotation(
 
 
 def rotate_halves(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding as Llama has it: element ``d`` is paired with element ``d + D / 2``."""
+    """Rotary embedding of Llama: element ``d`` is paired with element ``d + D / 2``."""
     first, second = x_THD.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def rotate_neighbours(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding as DeepSeek has it: element ``2 d`` is paired with element ``2 d + 1``."""
+    """Rotary embedding of DeepSeek: element ``2 d`` is paired with element ``2 d + 1``."""
     first, second = x_THD[..., 0::2], x_THD[..., 1::2]
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
 
@@ -88,7 +88,7 @@ Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class GroupedQueryAttention:
-    """Llama's: several query heads per KV head."""
+    """Attention of Llama, with several query heads per KV head."""
 
     def __init__(
         self, config: LlamaConfig, reader: WeightReader, prefix: str, shard: ModelShard
@@ -108,13 +108,13 @@ class GroupedQueryAttention:
         cache: tuple[torch.Tensor, ...],
         batch: LayerBatch,
     ) -> torch.Tensor:
-        """Writes the step's cells and attends.
+        """Writes the step's cells into the cache and attends.
 
         Args:
-            normed_TM: what all heads see.
-            rope: of the step's positions.
+            normed_TM: input of all heads.
+            rope: cosines and sines of the step's positions.
             cache: the layer's parts, see :meth:`PagedKVCache.layer`.
-            batch: the layer's part of the step.
+            batch: the layer's index tensors for the step.
 
         Returns:
             This rank's summand of the output, ``[T, M]``.
@@ -129,24 +129,26 @@ class GroupedQueryAttention:
         return F.linear(attend(q_THD, (k_BNHD, v_BNHD), batch).view(count, -1), self._o)
 
     def digest_heads(self) -> tuple[str, bytes]:
-        """Form and digests of the rows that make K and V of this rank's heads."""
+        """Form and digests of the weight rows that produce K and V of this rank's heads."""
         form = form_of(dtype_name(self._kv.dtype))
         columns = self._kv[:, torch.from_numpy(probed_columns(self._kv.shape[1]))].float()
         k_HDC, v_HDC = columns.view(2, -1, self._size, columns.shape[1]).numpy()
         return form, digest_heads(k_HDC, v_HDC, form)
 
 
-#: transformers and vLLM take RMSNorm's default here, whatever the config says of the other norms.
+#: Epsilon of the latent norms: transformers and vLLM use RMSNorm's default here, and the config's
+#: epsilon only for other norms.
 _LATENT_EPS = 1e-6
 
 
 class LatentAttention:
-    """DeepSeek-V2's: keys and values of all heads follow from one latent per token.
+    """Attention of DeepSeek-V2: keys and values of all heads follow from a latent per token.
 
-    Neither is ever spelt out. The score of a head is ``q . (K c) = (K^T q) . c`` with its matrix
-    ``K`` and the latent ``c``, and its output is ``sum of p (V c) = V (sum of p c)``. So every
-    query attends over the latents themselves, which are keys and, without the rotated key behind
-    them, values of one KV head ("absorbed", DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+    Keys and values are never computed explicitly. With the matrix ``K`` of a head and the latent
+    ``c``, the score of the head is ``q . (K c) = (K^T q) . c``; the output of the head is
+    ``sum of p (V c) = V (sum of p c)``. So every query attends over the latents themselves. The
+    latents with the rotated key are the keys of a single KV head, and without the rotated key its
+    values ("absorbed", DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
     """
 
     def __init__(
@@ -201,7 +203,7 @@ class LatentAttention:
         return F.linear(out_THD.reshape(count, -1), self._o)
 
     def digest_heads(self) -> tuple[str, bytes]:
-        """Why there are no digests: every rank holds the whole latent."""
+        """The form ``LATENT`` without digests: every rank holds the whole latent."""
         return LATENT, b""
 
     def _queries(self, normed_TM: torch.Tensor) -> torch.Tensor:
@@ -213,7 +215,7 @@ class LatentAttention:
 
 
 class DecoderLayer:
-    """One layer's share on one rank; linear weights are ``[out, in]``.
+    """A rank's part of a layer; linear weights are ``[out, in]``.
 
     Raises:
         ModelError: a tensor is missing.
@@ -240,17 +242,17 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """One rank's share of the model, ready to compute.
+    """A rank's part of the model, ready to compute.
 
     Args:
         folder: a converted model folder.
-        config: its config.
+        config: the config of the model.
         groups: geometries of the engine's KV cache groups.
-        communicator: the rank's end.
-        dtype: of weights and activations, and of the KV cache.
+        communicator: the communicator of the rank.
+        dtype: dtype of weights, activations and KV cache.
 
     Raises:
-        ModelError: the folder cannot be used, or the geometries are not of this model.
+        ModelError: the folder cannot be used, or the geometries belong to another model.
     """
 
     def __init__(
@@ -284,17 +286,17 @@ class DecoderModel:
     def forward(
         self, batch: StepBatch, cache: PagedKVCache, connector: WorkerConnector | None = None
     ) -> torch.Tensor | None:
-        """Computes one step and writes its KV.
+        """Computes a step and writes its KV.
 
         Args:
             batch: the step.
-            cache: the rank's.
-            connector: told about each layer, by the name of the layer's own tensor, also where
-                one tensor holds all layers: one that moves layer by layer needs the layer.
+            cache: the KV cache of the rank.
+            connector: called for each layer with the name of the layer's own tensor, even if a
+                single tensor holds all layers, because connectors may move layer by layer.
 
         Returns:
             Logits ``[S, V]`` of the sampled tokens on the first rank of the last stage, else
-            ``None``; also ``None`` when no token is sampled.
+            ``None``; also ``None`` if no token is sampled.
 
         Raises:
             WorkerDiedError: another rank is gone.
@@ -323,7 +325,7 @@ class DecoderModel:
         return self._logits(hidden_TM, batch)
 
     def head_digests(self) -> HeadDigests:
-        """Digests of the weights behind this rank's KV heads, for the handshake."""
+        """Digests of the weights of this rank's KV heads, for the handshake."""
         return HeadDigests.of(
             {layer: share.attention.digest_heads() for layer, share in self._layers.items()}
         )

@@ -1,7 +1,7 @@
-"""What a decoder is made of: one checked struct per kind, read from any ``config.json``.
+"""Configs of decoder models: a checked struct per kind, read from any ``config.json``.
 
-The struct is written as the ``config.json`` of a converted model folder. Its fields carry
-transformers' names, so that such a folder is an ordinary model folder to other tools too.
+The struct is also written as the ``config.json`` of a converted model folder. Its fields have
+transformers' names, so other tools can read such a folder as an ordinary model folder.
 """
 
 import hashlib
@@ -14,17 +14,17 @@ from kvferry.cache.cache_shape import CacheShape, LayerHeads
 from kvferry.decoding import decoder_for
 from kvferry.errors import ModelError
 
-#: Fields that change which tokens are asked for or when an answer ends, but not the KV.
+#: Fields without influence on the KV: special tokens, and the maximum length.
 _OUTSIDE_DIGEST = frozenset({"bos_token_id", "eos_token_id", "max_position_embeddings"})
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
-"""Shape of each tensor, by name."""
+"""Tensor name → shape of the tensor."""
 
 
 class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Rotary embedding settings; the fields after ``rope_theta`` belong to ``llama3`` alone."""
+    """Settings of rotary embeddings; only ``llama3`` uses the fields after ``rope_theta``."""
 
     rope_type: Literal["default", "llama3"]
     rope_theta: float
@@ -42,7 +42,7 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What all kinds have: RMSNorm, rotary embeddings, SwiGLU, no biases; not used by itself."""
+    """Base of all kinds: RMSNorm, rotary embeddings, SwiGLU, no biases. Not used directly."""
 
     vocab_size: Count
     hidden_size: Count
@@ -53,43 +53,43 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_parameters: RopeParameters
     max_position_embeddings: Count
     architectures: tuple[str]
-    """Transformers' name of the mathematics; each kind has its own."""
+    """Transformers' name of the architecture; each kind has its own names."""
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] | None = None
-    """Tokens that end an answer."""
+    """Ids of the tokens that end an answer."""
     hidden_act: Literal["silu"] = "silu"
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer; empty when the model names none."""
+        """Ids of the tokens that end an answer; empty if the model names none."""
         return self.eos_token_id or ()
 
-    # ---- what each kind says of itself -----------------------------------------------------
+    # ---- implemented by each kind ----------------------------------------------------------
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What its KV cache depends on."""
+        """The properties of the model that determine its KV cache."""
         raise NotImplementedError
 
     @property
     def rope_size(self) -> int:
-        """Elements of a head that are rotated."""
+        """Number of rotated elements in a head."""
         raise NotImplementedError
 
     def attention_tensors(self) -> Shapes:
-        """The tensors of a layer's attention, without ``self_attn.``; linear ones ``[out, in]``."""
+        """Shapes of a layer's attention tensors without ``self_attn.``; linear: ``[out, in]``."""
         raise NotImplementedError
 
     # ---- comparison ------------------------------------------------------------------------
 
     @property
     def architecture(self) -> str:
-        """Transformers' name of the mathematics."""
+        """Transformers' name of the architecture."""
         return self.architectures[0]
 
     def digest(self) -> str:
-        """SHA-256 (hex) of everything here that shapes the KV, in canonical JSON."""
+        """SHA-256 (hex) of all fields that influence the KV, in canonical JSON."""
         values = msgspec.to_builtins(self)
         kept = {key: value for key, value in values.items() if key not in _OUTSIDE_DIGEST}
         return hashlib.sha256(msgspec.json.encode(kept, order="sorted")).hexdigest()
@@ -120,17 +120,17 @@ class LlamaConfig(DecoderConfig, frozen=True, kw_only=True):
 
     @property
     def cache_shape(self) -> CacheShape:
-        """Keys and values."""
+        """Cache of keys and values."""
         heads = LayerHeads(self.num_key_value_heads, self.head_dim)
         return CacheShape.uniform(self.num_hidden_layers, heads)
 
     @property
     def rope_size(self) -> int:
-        """Elements of a head that are rotated: all."""
+        """Number of rotated elements in a head: all elements."""
         return self.head_dim
 
     def attention_tensors(self) -> Shapes:
-        """The tensors of a layer's attention, without ``self_attn.``; linear ones ``[out, in]``."""
+        """Shapes of a layer's attention tensors without ``self_attn.``; linear: ``[out, in]``."""
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         return {
@@ -142,12 +142,12 @@ class LlamaConfig(DecoderConfig, frozen=True, kw_only=True):
 
 
 class MinistralConfig(LlamaConfig, frozen=True, kw_only=True):
-    """Grouped-query attention, in some layers over a window of the last tokens only."""
+    """Grouped-query attention; in some layers, only over a sliding window."""
 
     sliding_window: Count
-    """Tokens that a token of such a layer attends to, itself included."""
+    """Number of tokens that a token of such a layer attends to, including itself."""
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...]
-    """One per layer."""
+    """Kind of attention of each layer."""
     model_type: Literal["ministral"] = "ministral"
     architectures: tuple[Literal["MinistralForCausalLM"]] = ("MinistralForCausalLM",)
 
@@ -161,7 +161,7 @@ class MinistralConfig(LlamaConfig, frozen=True, kw_only=True):
 
     @property
     def cache_shape(self) -> CacheShape:
-        """Keys and values, and which layers have a window."""
+        """Cache of keys and values, with the windows of the sliding layers."""
         windows = {
             layer: self.sliding_window
             for layer, kind in enumerate(self.layer_types)
@@ -171,22 +171,22 @@ class MinistralConfig(LlamaConfig, frozen=True, kw_only=True):
 
 
 class DeepseekConfig(DecoderConfig, frozen=True, kw_only=True):
-    """Multi-head latent attention as DeepSeek-V2 has it, with a dense MLP in every layer.
+    """Multi-head latent attention of DeepSeek-V2, with a dense MLP in every layer.
 
-    A token's keys and values follow from one latent of ``kv_lora_rank`` elements and one rotated
-    key of ``qk_rope_head_dim`` elements, which all heads share. These two are what is kept.
+    Keys and values of a token follow from a latent of ``kv_lora_rank`` elements and a rotated key
+    of ``qk_rope_head_dim`` elements, which all heads share. The KV cache holds these two.
     """
 
     kv_lora_rank: Count
     q_lora_rank: Count | None
-    """``None``: queries are computed in one step."""
+    """Rank of the queries' low-rank product; ``None`` for a single matrix."""
     qk_nope_head_dim: Count
-    """Elements of a query head that are not rotated."""
+    """Number of elements in a query head that are not rotated."""
     qk_rope_head_dim: Count
-    """Elements of a query head that are."""
+    """Number of elements in a query head that are rotated."""
     v_head_dim: Count
     first_k_dense_replace: Count
-    """Layers without experts: all of them."""
+    """Number of layers without experts; must cover all layers."""
     model_type: Literal["deepseek_v2"] = "deepseek_v2"
     architectures: tuple[Literal["DeepseekV2ForCausalLM"]] = ("DeepseekV2ForCausalLM",)
 
@@ -208,22 +208,22 @@ class DeepseekConfig(DecoderConfig, frozen=True, kw_only=True):
 
     @property
     def cache_shape(self) -> CacheShape:
-        """The latent, then the rotated key."""
+        """Cache of the latent, followed by the rotated key."""
         latent = LayerHeads(1, self.kv_lora_rank + self.qk_rope_head_dim, use_mla=True)
         return CacheShape.uniform(self.num_hidden_layers, latent)
 
     @property
     def rope_size(self) -> int:
-        """Elements of a query head that are rotated."""
+        """Number of rotated elements in a query head."""
         return self.qk_rope_head_dim
 
     @property
     def qk_head_dim(self) -> int:
-        """Elements of a query head."""
+        """Number of elements in a query head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def attention_tensors(self) -> Shapes:
-        """The tensors of a layer's attention, without ``self_attn.``; linear ones ``[out, in]``."""
+        """Shapes of a layer's attention tensors without ``self_attn.``; linear: ``[out, in]``."""
         heads, hidden = self.num_attention_heads, self.hidden_size
         queries = heads * self.qk_head_dim
         shapes: Shapes = {"q_proj.weight": (queries, hidden)}
@@ -244,7 +244,7 @@ class DeepseekConfig(DecoderConfig, frozen=True, kw_only=True):
         }
 
 
-#: ``architectures`` entries whose mathematics this engine computes, and their ``model_type``.
+#: Entries of ``architectures`` that this engine can compute → their ``model_type``.
 SUPPORTED_ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -259,10 +259,10 @@ def parse_config(values: Mapping[str, Any], where: str) -> DecoderConfig:
     Args:
         values: the decoded JSON, in the form of any transformers release (``rope_parameters``, or
             ``rope_theta`` and ``rope_scaling``).
-        where: how the user finds the file, for messages.
+        where: place of the file, for error messages.
 
     Raises:
-        ModelError: another architecture, or a setting that this engine does not compute.
+        ModelError: another architecture, or a setting that this engine does not support.
     """
     model_type = _model_type(values, where)
     _check_settings(values, model_type, where)
@@ -272,14 +272,14 @@ def parse_config(values: Mapping[str, Any], where: str) -> DecoderConfig:
     kind: type[DecoderConfig] = DeepseekConfig
     if model_type != "deepseek_v2":
         kind = _fill_llama(fields, model_type)
-    # ``null`` stands for the default, and a class has one architecture of its own.
+    # ``null`` means the default, and each class sets its own architecture.
     given = {
         name: fields[name]
         for name in kind.__struct_fields__
         if name in fields and name not in ("model_type", "architectures")
         if fields[name] is not None or name == "q_lora_rank"
     }
-    decoder_for(kind)  # from here on the threads of several ranks may use it at once
+    decoder_for(kind)  # from here on, the threads of several ranks may convert at once
     try:
         return msgspec.convert(given, kind, strict=True)
     except msgspec.ValidationError as error:
@@ -308,7 +308,7 @@ def _model_type(values: Mapping[str, Any], where: str) -> str:
 def _check_settings(values: Mapping[str, Any], model_type: str, where: str) -> None:
     wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     if model_type not in ("mistral", "ministral"):
-        # transformers computes no windows for these either, whatever their config says.
+        # For these kinds, transformers computes no windows even if the config names a window.
         wanted["sliding_window"] = None
     for key, value in wanted.items():
         if values.get(key, value) != value:
@@ -318,14 +318,14 @@ def _check_settings(values: Mapping[str, Any], model_type: str, where: str) -> N
 
 
 def _fill_llama(fields: dict[str, Any], model_type: str) -> type[DecoderConfig]:
-    """Adds what transformers derives, in place; returns whether there are windows, as a class."""
+    """Adds the values that transformers derives, in place; returns the matching class."""
     heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
     if fields.get("num_key_value_heads") is None:
         fields["num_key_value_heads"] = heads
     if fields.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int):
         fields["head_dim"] = hidden // max(heads, 1)
     layers, types = fields.get("num_hidden_layers"), fields.get("layer_types")
-    # Only Ministral's layers differ in kind; Mistral's are all alike, whatever is listed.
+    # Only Ministral has layers of several kinds; in Mistral, all layers are equal.
     if (types is None or model_type == "mistral") and isinstance(layers, int):
         types = ["sliding_attention"] * layers
     if fields.get("sliding_window") is None or not types or set(types) == {"full_attention"}:
@@ -335,7 +335,7 @@ def _fill_llama(fields: dict[str, Any], model_type: str) -> type[DecoderConfig]:
 
 
 def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The rope settings under their present names; older releases spread them over two keys."""
+    """The rope settings under their current names; older releases spread them over two keys."""
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     rope = {key: value for key, value in given.items() if value is not None}
     legacy_type = rope.pop("type", "default")

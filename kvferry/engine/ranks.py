@@ -1,7 +1,7 @@
-"""The ranks of an engine as its executor sees them: processes, here or elsewhere, or threads.
+"""The executor's side of an engine's ranks: local processes, remote processes, or threads.
 
-An executor and a rank exchange MessagePack over a socket pair or a TCP connection, one answer per
-message; the rank's end is :mod:`kvferry.engine.worker_process`.
+An executor and a rank exchange MessagePack over a socket pair or a TCP connection, with an answer
+to each message. The rank's side is :mod:`kvferry.engine.worker_process`.
 """
 
 import logging
@@ -12,6 +12,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client, Connection
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What each rank writes to stderr, line by line, tagged with engine and rank.
+#: Logger for the ranks' stderr, line by line, with the engine and the rank in each line.
 rank_logger = logging.getLogger("kvferry.engine.rank")
 
-#: Seconds that a rank gets to close its connector and end; ending takes long on a busy machine.
+#: Seconds for a rank to close its connector and end; this takes long on a busy machine.
 CLOSE_S = 20.0
 
 _RELAY_END_S = 5.0
@@ -41,17 +42,17 @@ _LAST_LINES = 20
 
 
 class Rank(ABC):
-    """One rank, and the executor's end of its connection. Used from the executor's thread."""
+    """A rank, with the executor's end of the connection. Only the executor's thread may use it."""
 
     connection: Connection
     given_up = "and was killed"
-    """What has become of a rank that did not answer, for messages."""
+    """End of the error message about a rank that did not answer."""
 
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
         self.name = f"rank {rank} of engine {spec.engine!r}"
 
     def send(self, command: Command) -> None:
-        """Sends; a rank that is gone shows when its answer is awaited."""
+        """Sends a command; the loss of a rank only shows when the executor awaits the answer."""
         try:
             self.connection.send_bytes(msgspec.msgpack.encode(command))
         except OSError:
@@ -59,29 +60,35 @@ class Rank(ABC):
 
     @abstractmethod
     def has_ended(self) -> bool:
-        """Whether it is gone, without waiting."""
+        """Whether the rank is gone. Never waits."""
 
     @abstractmethod
     def death(self) -> WorkerDiedError:
-        """How a rank ended whose end of the connection is closed; waits until it has."""
+        """The reason for a closed connection; waits until the rank has ended."""
 
     def is_stopped(self) -> bool:
-        """Whether it is stopped by a signal or a debugger."""
+        """Whether a signal or a debugger has stopped the rank."""
         return False
 
     @abstractmethod
     def kill(self) -> None:
-        """Ends it at once, as far as that can be."""
+        """Ends the rank at once, as far as possible."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> None:
-        """Waits for the end of a rank that was told to, or kills it. Idempotent."""
+        """Waits for the end of a rank that was asked to end, or kills the rank. Idempotent."""
 
 
 class RankProcess(Rank):
-    """A process of its own, and the thread that relays its stderr."""
+    """A rank as a separate process, with a thread that relays the process's stderr.
 
-    def __init__(self, spec: WorkerSpec, rank: int) -> None:
+    Args:
+        spec: settings of the ranks.
+        rank: number of the rank.
+        inherited: file descriptors that the process inherits under the same numbers.
+    """
+
+    def __init__(self, spec: WorkerSpec, rank: int, inherited: Sequence[int] = ()) -> None:
         super().__init__(spec, rank)
         self._tag = f"{spec.engine} rank {rank}"
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
@@ -92,7 +99,7 @@ class RankProcess(Rank):
                     *(sys.executable, "-m", "kvferry.engine.worker_process"),
                     *(str(theirs.fileno()), spec.engine, f"rank{rank}"),
                 ],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *inherited],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -104,13 +111,13 @@ class RankProcess(Rank):
         self._relay.start()
 
     def has_ended(self) -> bool:
-        """By its exit code."""
+        """Whether the process has an exit code."""
         return self.process.poll() is not None
 
     def death(self) -> WorkerDiedError:
-        """Its exit code or signal, and what it said last."""
+        """The exit code or signal of the process, and its last log lines."""
         try:
-            code = self.process.wait(CLOSE_S)  # its socket closes a little earlier
+            code = self.process.wait(CLOSE_S)  # the socket closes a little before the exit
         except subprocess.TimeoutExpired:
             self.kill()
             code = self.process.wait()
@@ -123,7 +130,7 @@ class RankProcess(Rank):
         )
 
     def is_stopped(self) -> bool:
-        """By ``/proc``; ``False`` where there is none."""
+        """Whether ``/proc`` shows the process as stopped; ``False`` without ``/proc``."""
         try:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8")
         except OSError:
@@ -131,11 +138,11 @@ class RankProcess(Rank):
         return stat.rpartition(")")[2].split()[0] in {"T", "t"}
 
     def kill(self) -> None:
-        """By SIGKILL."""
+        """Sends SIGKILL."""
         self.process.kill()
 
     def close(self, timeout_s: float) -> None:
-        """Waits for the end, or kills."""
+        """Waits for the end of the process, or kills it after the timeout."""
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -152,28 +159,28 @@ class RankProcess(Rank):
             for line in lines:
                 text = line.rstrip()
                 self._last_lines.append(text)
-                # A line without a level, of a traceback for example, belongs to the last with one.
+                # A line without a level, for example in a traceback, belongs to the previous line.
                 level = levels.get(text.partition(" ")[0], level)
                 rank_logger.log(level, "[%s] %s", self._tag, text)
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Like ours, with our module search path and as many OpenMP threads as are asked for."""
+    """This process's environment with its module search path and the number of OpenMP threads."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109 - a string
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
 
 
 class RankElsewhere(Rank):
-    """A process of another host, started by somebody else, that waits to be connected to.
+    """A rank as a process on another host, started by a launcher, that waits for the executor.
 
     Args:
-        spec: of the workers.
-        rank: its number.
-        address: its ``host:port``.
-        key: secret that both sides prove to know.
+        spec: settings of the ranks.
+        rank: number of the rank.
+        address: ``host:port`` of the rank.
+        key: secret that both sides must prove to know.
 
     Raises:
-        WorkerDiedError: it cannot be reached, or does not know the key.
+        WorkerDiedError: the rank cannot be reached, or does not know the key.
     """
 
     given_up = "and was cut off"
@@ -190,34 +197,34 @@ class RankElsewhere(Rank):
         tune_tcp(self.connection.fileno())
 
     def has_ended(self) -> bool:
-        """Whether its end is closed: between steps it sends nothing else."""
+        """Whether the rank has closed the connection; between steps, a rank never sends data."""
         return self.connection.closed or self.connection.poll()
 
     def death(self) -> WorkerDiedError:
-        """Only that it is gone; its own log has more."""
+        """An error without details; the log of the rank has the reason."""
         return WorkerDiedError(f"{self.name} is gone: its connection has ended")
 
     def kill(self) -> None:
-        """By ending the connection, on which it ends itself."""
+        """Closes the connection, which makes the process end."""
         self.connection.close()
 
     def close(self, timeout_s: float) -> None:
-        """Waits until it closes its end, or cuts it off."""
-        with suppress(OSError, EOFError):  # closed already
+        """Waits until the rank closes the connection, or closes it after the timeout."""
+        with suppress(OSError, EOFError):  # the connection is closed already
             while self.connection.poll(timeout_s):
                 self.connection.recv_bytes()
         self.connection.close()
 
 
 class RankThread(Rank):
-    """A thread of this process: the same semantics without the cost of a process."""
+    """A rank as a thread of this process: equal semantics without the cost of a process."""
 
     given_up = "and is waited for no longer"
 
     def __init__(self, spec: WorkerSpec, rank: int, group: "LocalGroup") -> None:
         super().__init__(spec, rank)
         self.worker: Worker
-        """To look at between steps."""
+        """The worker, for inspection between steps."""
         self._group = group
         self.connection, theirs = Pipe()
         self._thread = threading.Thread(
@@ -238,19 +245,19 @@ class RankThread(Rank):
         return self.worker
 
     def has_ended(self) -> bool:
-        """Whether the thread has."""
+        """Whether the thread has ended."""
         return not self._thread.is_alive()
 
     def death(self) -> WorkerDiedError:
-        """Only that it ended: what it raised was its last answer."""
+        """An error without details; the last answer of the thread was the reason."""
         return WorkerDiedError(f"{self.name} has ended")
 
     def kill(self) -> None:
-        """Lets nobody wait for it: a thread cannot be ended from outside."""
+        """Breaks all waits for the rank; a thread cannot be ended from outside."""
         self._group.abort()
 
     def close(self, timeout_s: float) -> None:
-        """Waits for the end."""
+        """Waits for the end of the thread."""
         self._group.abort()
         self._thread.join(timeout_s)
         self.connection.close()

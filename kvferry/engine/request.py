@@ -1,4 +1,4 @@
-"""A request of the reference engine: its tokens, where it stands, and what a new one must be."""
+"""Requests of the reference engine: tokens, state, loads, and the checks of a new request."""
 
 import enum
 import time
@@ -15,15 +15,15 @@ from kvferry.errors import ConfigError, OutOfBlocksError, RequestError
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands. The finished states are terminal."""
+    """State of a request. The finished states are terminal."""
 
     WAITING = "waiting"
-    """For blocks, for a seat in the batch, or for an answer of the connector."""
+    """The request waits for blocks, for a seat in the batch, or for an answer of the connector."""
     WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
-    """It holds blocks that the connector fills."""
+    """The request holds blocks that the connector fills."""
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """It gave its blocks up and will be computed again."""
+    """The request has lost its blocks and will be computed again."""
     FINISHED_STOPPED = "stop"
     FINISHED_LENGTH = "length"
     FINISHED_ABORTED = "abort"
@@ -42,7 +42,7 @@ _FINISHED = frozenset(
 _WAITING_MAY_BECOME = _FINISHED | {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS}
 
 _MAY_BECOME: dict[RequestStatus, frozenset[RequestStatus]] = {
-    # A request whose blocks were loaded waits again, and can lose them before it runs.
+    # A request waits again after its load, and can lose the loaded blocks before it runs.
     RequestStatus.WAITING: _WAITING_MAY_BECOME | {RequestStatus.PREEMPTED},
     RequestStatus.PREEMPTED: _WAITING_MAY_BECOME,
     RequestStatus.WAITING_FOR_REMOTE_KVS: _FINISHED | {RequestStatus.WAITING},
@@ -51,27 +51,27 @@ _MAY_BECOME: dict[RequestStatus, frozenset[RequestStatus]] = {
 
 
 @dataclass(slots=True)
-class Load:
-    """What the connector fills of a request's blocks: its offer, what failed, and the outcome."""
+class ExternalLoad:
+    """A connector's load into the blocks of a request: the offer, the failures and the result."""
 
     local_tokens: int
-    """Tokens of the local prefix hit, which the load leaves alone."""
+    """Number of tokens in the local prefix hit, which the load does not change."""
     external_tokens: int = 0
-    """Tokens that follow them and come from outside; 0 where there is nothing to load."""
+    """Number of tokens after the local prefix hit that come from outside; 0 for no load."""
     is_async: bool = False
-    """Whether the request is parked until the tokens are there."""
+    """Whether the request waits without a seat until the tokens have arrived."""
     under_way: bool = False
-    """Whether ranks may still write to the blocks, or have yet to say that they do not."""
+    """Whether ranks may still write to the blocks, or have not yet reported the end of the load."""
     invalid_block_ids: set[int] = field(default_factory=set)
-    """Blocks that a rank reported as not filled."""
+    """Ids of the blocks that a rank reported as not filled."""
     error: str = ""
-    """Why it failed; once it has ended, empty if it did not."""
+    """Reason of the failure; empty after a load that succeeded."""
     valid_tokens: int = 0
-    """Once it has ended, leading tokens of the request whose KV is in its blocks."""
+    """Number of leading tokens of the request with valid KV in its blocks, after the load."""
 
 
 class EngineRequest(Request):
-    """What the cache core knows of a request, and how the engine runs it."""
+    """A request with the fields of the cache core and the state that the engine needs."""
 
     def __init__(
         self,
@@ -83,89 +83,91 @@ class EngineRequest(Request):
         cache_salt: str | None = None,
         arrival: float | None = None,
         traceparent: str = "",
+        weights_digest: str = "",
     ) -> None:
         super().__init__(request_id, prompt_token_ids, cache_salt=cache_salt)
         self.traceparent = traceparent
+        self._content = {"weights": weights_digest} if weights_digest else {}
         self.sampling = sampling
         self.kv_transfer_params = kv_transfer_params
         self.timings = RequestTimings(arrival=time.time() if arrival is None else arrival)
-        #: Place in the order of arrival; given by the scheduler.
+        #: Position in the order of arrival; the scheduler sets this number.
         self.sequence = 0
-        #: Tokens that the allocated blocks have room for and are meant for.
+        #: Number of tokens for which blocks are allocated, and that will be computed or loaded.
         self.allocated_tokens = 0
-        #: The last load that the connector offered.
-        self.load = Load(local_tokens=0)
-        #: Cleared once a load failed: the rest is computed here.
+        #: The connector's last offer of a load.
+        self.load = ExternalLoad(local_tokens=0)
+        #: False after a failed load: the engine computes the remaining tokens.
         self.may_load = True
-        #: Whether nothing is computed for it: the connector lends what is cached of it.
+        #: Whether the engine computes nothing: the connector lends the cached part of the prompt.
         self.only_cached = False
         self.num_cached_tokens = 0
         self.num_external_tokens = 0
-        #: Whether it lost its blocks after a step in which it had computed.
+        #: Whether the request lost its blocks after a step in which it was computed.
         self.resumed = False
         self._noted_blocks: tuple[int, ...] = ()
         self._status = RequestStatus.WAITING
 
     @property
     def status(self) -> RequestStatus:
-        """Where the request stands; see :class:`RequestStatus`."""
+        """The current state; see :class:`RequestStatus`."""
         return self._status
 
     def advance(self, status: RequestStatus) -> None:
-        """Enters the next state; only the transitions of the state machine are legal."""
+        """Enters another state; the transition must be in the table ``_MAY_BECOME``."""
         assert status in _MAY_BECOME.get(self._status, ()), f"{self._status} to {status}"
         self._status = status
 
     @property
     def received(self) -> float:
-        """When it came, in Unix seconds."""
+        """Time of arrival in Unix seconds."""
         return self.timings.arrival
 
     @property
     def finish_reason(self) -> str | None:
-        """``stop``, ``length``, ``abort`` or ``error`` once it has ended."""
+        """``stop``, ``length``, ``abort`` or ``error``; ``None`` before the end of the request."""
         return self._status.value if self._status in _FINISHED else None
 
     @property
     def finished_cleanly(self) -> bool:
-        """Whether it ended by stop or by length, not by abort or error."""
+        """Whether the request ended by stop or by length, not by abort or error."""
         return self._status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
 
     def content_keys(self, num_tokens: int) -> Mapping[str, str]:
-        """Nothing: this engine has neither adapters nor inputs that are not tokens."""
-        return {}
+        """The weights, as they may change; this engine has no adapters and no other inputs."""
+        return self._content
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Known tokens whose KV is yet to be computed."""
+        """Number of known tokens whose KV is not computed yet."""
         return self.num_tokens - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens drawn here so far."""
+        """Number of tokens that this engine has sampled so far."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
     def output_index(self) -> int:
-        """Index of the next output token, those drawn elsewhere included."""
+        """Index of the next output token; tokens that another engine sampled count too."""
         return self.num_output_tokens + self.sampling.seed_offset
 
     def note_blocks(self, block_ids: tuple[list[int], ...]) -> tuple[int, ...]:
-        """How many blocks each table has gained since the last call, one number per group."""
+        """Number of blocks that each group's table has gained since the last call."""
         lengths = tuple(map(len, block_ids))
         noted = self._noted_blocks or (0,) * len(lengths)
         self._noted_blocks = lengths
         return tuple(now - before for now, before in zip(lengths, noted, strict=True))
 
     def forget_blocks(self) -> None:
-        """Its blocks were freed: nothing of it is computed any more."""
+        """Resets the computed tokens, because the blocks of the request were freed."""
         self.resumed = self.resumed or bool(self._noted_blocks)
         self._noted_blocks = ()
         self.num_computed_tokens = 0
         self.allocated_tokens = 0
 
     def news(self) -> EngineOutput:
-        """An output that names the request and holds nothing new yet."""
+        """An output for this request, without new tokens."""
         return EngineOutput(
             request_id=self.request_id,
             num_cached_tokens=self.num_cached_tokens,
@@ -177,18 +179,18 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and rules of the scheduler."""
 
     max_model_len: int = 4096
-    """Longest sequence, prompt and answer, in tokens."""
+    """Maximum length of a sequence (prompt plus answer) in tokens."""
     max_num_batched_tokens: int = 512
-    """Tokens computed per step at most."""
+    """Maximum number of tokens computed per step."""
     max_num_seqs: int = 32
-    """Requests computed per step at most."""
+    """Maximum number of requests computed per step."""
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end an answer unless the request ignores them."""
+    """Ids of tokens that end an answer unless the request ignores these tokens."""
     vocab_size: int | None = None
-    """When given, token ids of a prompt must lie below it."""
+    """Upper bound (exclusive) for the token ids of a prompt; ``None`` for no check."""
     enable_prefix_caching: bool = True
     load_failure_policy: LoadFailurePolicy = "fail"
-    """What happens to a request whose KV could not be loaded."""
+    """Treatment of a request whose KV could not be loaded."""
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs"):
@@ -197,22 +199,24 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def output_limit(request: EngineRequest, options: SchedulerOptions) -> int:
-    """Output tokens that end the request: ``max_tokens``, or what the model has room for."""
+    """Number of output tokens that ends the request: ``max_tokens``, or the model's remaining
+    room.
+    """
     return min(request.sampling.max_tokens, options.max_model_len - request.num_prompt_tokens)
 
 
 def check_request(
     request: EngineRequest, options: SchedulerOptions, manager: KVCacheManager
 ) -> None:
-    """Refuses what could never end well; nothing was allocated yet.
+    """Refuses a request that could never end well, before any allocation.
 
     Args:
-        request: new, nothing computed.
-        options: the engine's limits.
-        manager: of the engine's blocks.
+        request: a new request.
+        options: the limits of the engine.
+        manager: the manager of the engine's blocks.
 
     Raises:
-        RequestError: token ids outside the vocabulary, sampling parameters outside their range.
+        RequestError: token ids outside the vocabulary, or sampling parameters out of range.
         OutOfBlocksError: the prompt exceeds ``max_model_len``, or prompt and answer together
             need more blocks at once than the whole pool has.
     """
@@ -224,7 +228,7 @@ def check_request(
             f"the prompt has {num_prompt} tokens, max_model_len is {options.max_model_len}, and "
             "the answer needs one at least; shorten the prompt or raise max_model_len"
         )
-    # The last output token is never computed, so it needs no room.
+    # The KV of the last output token is never computed, so the token needs no room.
     longest = num_prompt + output_limit(request, options) - 1
     needed = manager.peak_blocks(longest, options.max_num_batched_tokens)
     usable_blocks = manager.kv_cache_config.num_blocks - 1
@@ -236,7 +240,7 @@ def check_request(
 
 
 def _check_token_ids(token_ids: Sequence[int], vocab_size: int | None) -> None:
-    # An id beyond the embedding would take a rank down, and all requests with it.
+    # A token id beyond the embedding would crash a rank, and with the rank all requests.
     end = 1 << 32 if vocab_size is None else vocab_size
     tokens: Sequence[object] = token_ids  # the list may have come from a client's JSON
     for token in tokens:

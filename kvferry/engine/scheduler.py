@@ -1,4 +1,4 @@
-"""The scheduler: which tokens are computed in the next step, in which blocks.
+"""The scheduler: chooses the tokens and the blocks of the next step.
 
 Continuous batching with chunked prefill, first come first served. A request is in one of four
 places, each in order of arrival::
@@ -9,14 +9,16 @@ places, each in order of arrival::
        ▼                     │
     loading ──► ready ───────┘           hold blocks that the connector fills, or has filled
 
-A request that only wants what is cached of its prompt to be lent ends in the first step after its
-arrival, with as many blocks as it hits. It waits for nobody, and takes no block that others need.
+A router may send a request only to borrow the cached part of its prompt. Such a request ends in
+the first step after its arrival, with its prefix cache hits. The request waits for no other
+request and takes no block that other requests need.
 
-Nothing deadlocks: a request is admitted only if its whole known sequence fits beside what the
-admitted ones still need for theirs. When answers then outgrow the pool, the youngest of those that
-run or are ready gives its blocks up and is computed again, so the oldest always gets on. Blocks of
-loads and of ended requests that are lent out cannot be taken back, but all of them come back;
-cached prefixes that nobody has fetched yet are no longer lent then.
+There are no deadlocks. A request is admitted only if its whole known sequence fits into the pool
+beside the remaining needs of all admitted requests. If answers outgrow the pool later, the
+scheduler preempts the youngest running or ready request: the request loses its blocks and is
+computed again. So the oldest request always makes progress. Blocks of loads and lent blocks of
+ended requests cannot be taken back, but all of them return in the end. Leases on cached prefixes
+that no engine has fetched yet end early if the pool lacks blocks.
 """
 
 import logging
@@ -34,7 +36,7 @@ from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector
 from kvferry.engine.messages import EngineOutput, ScheduledRequest, SchedulerOutput
 from kvferry.engine.request import (
     EngineRequest,
-    Load,
+    ExternalLoad,
     RequestStatus,
     SchedulerOptions,
     check_request,
@@ -47,44 +49,44 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy the scheduler is."""
+    """The load of the scheduler: requests by state, and use of the blocks."""
 
     running: int
     waiting: int
-    """Requests without blocks, and those whose load has ended but that have no seat yet."""
+    """Number of requests without blocks, and of loaded requests that have no seat yet."""
     loading: int
     lent: int
-    """Ended requests whose blocks the connector still needs."""
+    """Number of ended requests whose blocks the connector still needs."""
     lent_blocks: int
-    """Their blocks; one that two of them share counts twice."""
+    """Number of blocks of these ended requests; a block of two requests counts twice."""
     free_blocks: int
     usable_blocks: int
-    """Blocks of the pool without the null block."""
+    """Number of blocks in the pool without the null block."""
     usage: float
     """Share of the usable blocks that requests hold, 0 to 1."""
     preemptions: int
-    """Since the start."""
+    """Number of preemptions since the start."""
     failed_loads: int
-    """Requests whose KV did not come from outside, since the start."""
+    """Number of requests since the start whose KV could not be loaded from another engine."""
 
 
 class _Admission(Enum):
     ADMITTED = auto()
-    """It left the waiting list: it runs, loads, or has ended."""
+    """The request left the waiting list: the request runs, loads, or has ended."""
     LATER = auto()
-    """The connector wants to be asked again; others may pass."""
+    """The connector wants to be asked again later; other requests may pass this request."""
     BLOCKED = auto()
-    """No blocks, no seat or no budget: nobody may pass."""
+    """No blocks, no seat or no token budget: no other request may pass this request."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step while it is put together."""
+    """A step during its assembly."""
 
     budget: int
-    """Tokens that may still be added."""
+    """Number of tokens that the step can still take."""
     now: float
-    """Unix seconds."""
+    """Start of the step in Unix seconds."""
     parts: list[ScheduledRequest] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
 
@@ -93,7 +95,7 @@ _by_arrival = attrgetter("sequence")
 
 
 class Scheduler:
-    """Decides and keeps the state of all requests. Not thread-safe: one thread owns it."""
+    """Schedules requests and keeps their state. Not thread-safe: use a single thread."""
 
     def __init__(
         self,
@@ -110,13 +112,15 @@ class Scheduler:
             enable_caching=options.enable_prefix_caching,
             enable_kv_cache_events=enable_kv_cache_events,
         )
-        """The blocks, and the prefix cache that requests share."""
+        """The KV blocks, and the prefix cache that requests share."""
         self._usable_blocks = kv_cache_config.num_blocks - 1
-        self._transfers = KVTransfers(connector, self.manager)
-        self._requests: dict[str, EngineRequest] = {}
-        self._waiting: list[EngineRequest] = []
-        self._ready: list[EngineRequest] = []
-        self._running: list[EngineRequest] = []
+        self.transfers = KVTransfers(connector, self.manager)
+        """The requests that load, and the ended ones whose blocks are lent."""
+        self.requests: dict[str, EngineRequest] = {}
+        """Request id → request, for all that have not ended. Each is in one of the places above."""
+        self.waiting: list[EngineRequest] = []
+        self.ready: list[EngineRequest] = []
+        self.running: list[EngineRequest] = []
         self._finished: set[str] = set()
         self._news: list[EngineOutput] = []
         self._num_arrived = 0
@@ -129,58 +133,54 @@ class Scheduler:
         """Takes a request in.
 
         Raises:
-            ValueError: its id is that of a live request, or of one whose blocks are lent out, or
-                whose end was not told yet.
-            KVFerryError: it is refused: see :func:`~kvferry.engine.request.check_request`, or
-                the connector cannot use its ``kv_transfer_params``.
+            ValueError: the id belongs to a live request, to a request whose blocks are lent, or to
+                a request whose end was not reported yet.
+            KVFerryError: the request is refused: see :func:`~kvferry.engine.request.check_request`,
+                or the connector cannot use the request's ``kv_transfer_params``.
         """
         name = request.request_id
-        # An end that is yet to be told would be taken for that of the new request.
+        # An unreported end would be taken for the end of the new request.
         untold = any(news.request_id == name for news in self._news)
-        if name in self._requests or self._transfers.holds(name) or untold:
+        if name in self.requests or self.transfers.holds(name) or untold:
             raise ValueError(f"request_id: {name!r} is in use; ids are unique among live requests")
         check_request(request, self._options, self.manager)
-        self._transfers.arrived(request)
+        self.transfers.arrived(request)
         self._num_arrived += 1
         request.sequence = self._num_arrived
-        self._requests[name] = request
-        self._waiting.append(request)
+        self.requests[name] = request
+        self.waiting.append(request)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request at whatever point it is; its output comes with the next ``update``.
+        """Ends a request in any state; the next ``update`` brings the output.
 
         Returns:
-            Whether there was one; unknown and ended ids are ignored.
+            Whether a request ended; unknown and ended ids are ignored.
         """
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is None:
             return False
         self._end(request, RequestStatus.FINISHED_ABORTED)
         return True
 
     def take_news(self) -> list[EngineOutput]:
-        """Outputs since the last call."""
+        """Returns the outputs since the last call."""
         news, self._news = self._news, []
         return news
 
-    def take_started(self) -> list[str]:
-        """Ids of loads and loans that began since the last call: earlier reports are not theirs."""
-        return self._transfers.take_started()
-
     def has_work(self) -> bool:
-        """Whether a step would get anything on, or somebody waits for a report of the ranks."""
-        if self._requests or self._news or self._transfers.has_pending_work():
+        """Whether a step is useful, or reports of the ranks are still expected."""
+        if self.requests or self._news or self.transfers.has_pending_work():
             return True
-        return bool(self._finished) and self._transfers.has_connector
+        return bool(self._finished) and self.transfers.has_connector
 
     def stats(self) -> SchedulerStats:
-        """A snapshot."""
+        """A snapshot of the scheduler's load."""
         return SchedulerStats(
-            running=len(self._running),
-            waiting=len(self._waiting) + len(self._ready),
-            loading=len(self._transfers.loading),
-            lent=self._transfers.num_held,
-            lent_blocks=self._transfers.num_held_blocks,
+            running=len(self.running),
+            waiting=len(self.waiting) + len(self.ready),
+            loading=len(self.transfers.loading),
+            lent=len(self.transfers.held),
+            lent_blocks=self.transfers.num_held_blocks,
             free_blocks=self.manager.block_pool.get_num_free_blocks(),
             usable_blocks=self._usable_blocks,
             usage=self.manager.usage,
@@ -191,12 +191,12 @@ class Scheduler:
     # -- a step is put together --------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Puts the next step together. Every call is followed by one of :meth:`update`."""
+        """Assembles the next step. The caller must pass each step to :meth:`update`."""
         self.manager.new_step_starts()
         step = _Step(budget=self._options.max_num_batched_tokens, now=time.time())
         self._lend_cached(step)
         self._schedule_running(step)
-        if not step.preempted:  # whoever was pushed out would come straight back in
+        if not step.preempted:  # else the preempted request would return at once
             self._schedule_ready(step)
             self._schedule_waiting(step)
         output = SchedulerOutput(
@@ -205,15 +205,15 @@ class Scheduler:
             preempted_req_ids=step.preempted,
         )
         self._finished = set()
-        output.connector_metadata = self._transfers.metadata(output)
+        output.connector_metadata = self.transfers.metadata(output)
         return output
 
     def _lend_cached(self, step: _Step) -> None:
-        """Ends the requests that want nothing computed, with the blocks that they hit.
+        """Ends the requests that only borrow a cached prefix, with the blocks that they hit.
 
-        Before the step has requests: of what it will write, nothing may be read yet.
+        Must run first in a step: blocks that the same step will write must not be lent yet.
         """
-        for request in [each for each in self._waiting if each.only_cached]:
+        for request in [each for each in self.waiting if each.only_cached]:
             blocks, num_local = self.manager.get_computed_blocks(request)
             allocated = num_local and self.manager.allocate_slots(
                 request,
@@ -223,59 +223,59 @@ class Scheduler:
                 reserved_blocks=self._reserved_blocks(),
             )
             if allocated:
-                request.load = Load(num_local)
+                request.load = ExternalLoad(num_local)
                 request.num_computed_tokens = request.num_cached_tokens = num_local
             request.timings.scheduled = step.now
-            self._transfers.allocated(request)
+            self.transfers.allocated(request)
             self._end(request, RequestStatus.FINISHED_LENGTH)
 
     def _schedule_running(self, step: _Step) -> None:
-        # A long prefill leaves one token of the budget to each request that only decodes.
-        decodes = sum(request.num_remaining_tokens == 1 for request in self._running)
+        # A long prefill leaves a token of the budget for each request that only decodes.
+        decodes = sum(request.num_remaining_tokens == 1 for request in self.running)
         index = 0
-        while index < len(self._running) and step.budget:
-            request = self._running[index]
+        while index < len(self.running) and step.budget:
+            request = self.running[index]
             remaining = request.num_remaining_tokens
             decodes -= remaining == 1
             count = min(remaining, max(1, step.budget - decodes))
             while not self._grow(request, count):
                 if self._reclaim(request):
-                    return  # with the blocks that come back, nobody may have to be preempted
-                victim = max(self._running + self._ready, key=_by_arrival)
+                    return  # the blocks that return may make a preemption unnecessary
+                victim = max(self.running + self.ready, key=_by_arrival)
                 self._preempt(victim, step)
                 if victim is request:
-                    return  # it was the last one: all younger ones had gone before
+                    return  # all younger requests have been preempted before
             self._compute(request, count, step)
             index += 1
 
     def _schedule_ready(self, step: _Step) -> None:
-        """Seats requests whose load has ended; they hold most of their blocks already."""
-        while self._ready and step.budget and self._has_seat():
-            request = self._ready[0]
+        """Seats requests whose load has ended; they already hold most of their blocks."""
+        while self.ready and step.budget and self._has_seat():
+            request = self.ready[0]
             count = min(request.num_remaining_tokens, step.budget)
             if not self._grow(request, count):
-                # Its blocks were reserved when it was admitted. Answers have outgrown the pool
-                # since, and give the blocks back when they end or, if lent out, are read.
+                # The blocks were reserved at admission. Since then, answers have outgrown the pool;
+                # they return blocks at their end or, for lent blocks, after the fetch.
                 self._reclaim(request)
                 return
-            del self._ready[0]
+            del self.ready[0]
             self._run(request)
             self._compute(request, count, step)
 
     def _schedule_waiting(self, step: _Step) -> None:
         index = 0
-        while index < len(self._waiting):
-            admission = self._admit(self._waiting[index], step)
+        while index < len(self.waiting):
+            admission = self._admit(self.waiting[index], step)
             if admission is _Admission.BLOCKED:
                 return
             if admission is _Admission.LATER:
                 index += 1
 
     def _admit(self, request: EngineRequest, step: _Step) -> _Admission:
-        """Gives a waiting request its blocks and lets it run or load, if that is possible."""
+        """Gives a waiting request its blocks and starts its computation or load, if possible."""
         local_blocks, num_local = self.manager.get_computed_blocks(request)
         try:
-            if not self._transfers.match(request, num_local):
+            if not self.transfers.match(request, num_local):
                 return _Admission.LATER
         except KVFerryError as error:
             if self._load_failed(request, error):
@@ -297,21 +297,21 @@ class Scheduler:
         )
         lacking = needed + reserved - self.manager.block_pool.get_num_free_blocks()
         if lacking > 0:
-            self._transfers.reclaim(lacking)
+            self.transfers.reclaim(lacking)
             return _Admission.BLOCKED
         allocated = self.manager.allocate_slots(
             request,
             count,
             num_new_computed_tokens=num_local,
             new_computed_blocks=local_blocks,
-            # What is not there yet must not be found by others: cached once the load has ended.
+            # Blocks that are still empty must not be cache hits: they are cached after the load.
             delay_cache_blocks=load.external_tokens > 0,
             num_external_computed_tokens=load.external_tokens,
             reserved_blocks=reserved,
         )
         if allocated is None:
             return _Admission.BLOCKED
-        self._waiting.remove(request)
+        self.waiting.remove(request)
         self._admitted(request, count, step)
         return _Admission.ADMITTED
 
@@ -322,7 +322,7 @@ class Scheduler:
         if request.timings.scheduled is None:
             request.timings.scheduled = step.now
             request.num_cached_tokens = load.local_tokens
-        self._transfers.allocated(request)
+        self.transfers.allocated(request)
         if load.external_tokens:
             request.timings.load_started = step.now
         if load.is_async:
@@ -334,10 +334,10 @@ class Scheduler:
 
     def _run(self, request: EngineRequest) -> None:
         request.advance(RequestStatus.RUNNING)
-        insort(self._running, request, key=_by_arrival)
+        insort(self.running, request, key=_by_arrival)
 
     def _compute(self, request: EngineRequest, count: int, step: _Step) -> None:
-        """Adds ``count`` tokens of a request, whose blocks are there, to the step."""
+        """Adds ``count`` tokens of a request to the step; the request has the blocks already."""
         start = request.num_computed_tokens
         end = start + count
         if request.timings.prefill_started is None:
@@ -359,21 +359,21 @@ class Scheduler:
         request.resumed = False
 
     def _grow(self, request: EngineRequest, count: int) -> bool:
-        """Allocates room for ``count`` more tokens of a request that has blocks."""
+        """Allocates room for ``count`` more tokens of a request with blocks."""
         if self.manager.allocate_slots(request, count) is None:
             return False
         request.allocated_tokens = request.num_computed_tokens + count
         return True
 
     def _reclaim(self, request: EngineRequest) -> bool:
-        """Whether blocks that are lent come back, for a request that finds too few free ones."""
+        """Asks for unfetched lent blocks for a request; returns whether any will come back."""
         needed = self.manager.blocks_to_come(request, self._options.max_num_batched_tokens)
-        return self._transfers.reclaim(
+        return self.transfers.reclaim(
             max(1, needed - self.manager.block_pool.get_num_free_blocks())
         )
 
     def _preempt(self, victim: EngineRequest, step: _Step) -> None:
-        """Takes a request's blocks; it is computed, or loaded, again from where its hits end."""
+        """Takes a request's blocks; all beyond its cache hits is computed or loaded again."""
         self._detach(victim)
         self._requeue(victim, RequestStatus.PREEMPTED)
         step.preempted.add(victim.request_id)
@@ -383,14 +383,14 @@ class Scheduler:
         self.manager.free(request)
         request.forget_blocks()
         request.advance(status)
-        insort(self._waiting, request, key=_by_arrival)
+        insort(self.waiting, request, key=_by_arrival)
 
     def _has_seat(self) -> bool:
-        return len(self._running) < self._options.max_num_seqs
+        return len(self.running) < self._options.max_num_seqs
 
     def _reserved_blocks(self) -> int:
-        """Blocks that admitted requests still need for the tokens they are known to have."""
-        admitted = (*self._running, *self._ready, *self._transfers.loading)
+        """Number of blocks that admitted requests still need for their known tokens."""
+        admitted = (*self.running, *self.ready, *self.transfers.loading)
         return sum(
             self.manager.blocks_to_come(request, self._options.max_num_batched_tokens)
             for request in admitted
@@ -406,23 +406,23 @@ class Scheduler:
         gaps: Mapping[str, float],
         transfers: KVConnectorOutput | None = None,
     ) -> None:
-        """Takes in what the ranks computed and reported for a step of :meth:`schedule`.
+        """Applies the results and reports of the ranks for a step of :meth:`schedule`.
 
         Args:
             output: the step.
-            sampled: request id → token drawn, for every part of the step that was to be sampled.
-            gaps: request id → difference of the two best logits behind it.
-            transfers: the joined report of the ranks' connectors.
+            sampled: request id → sampled token, for every part of the step with sampling.
+            gaps: request id → difference between the two highest logits at this position.
+            transfers: the joined report of the connectors of all ranks.
 
         Raises:
-            EngineError: the ranks drew no token where one was due.
+            EngineError: the ranks sampled no token for a part with sampling.
         """
-        for loaded in self._transfers.receive(transfers or KVConnectorOutput()):
+        for loaded in self.transfers.receive(transfers or KVConnectorOutput()):
             self._load_ended(loaded)
         for part in output.requests:
-            request = self._requests.get(part.request_id)
+            request = self.requests.get(part.request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
-                continue  # its load failed within this very step: what it computed is worthless
+                continue  # the load failed in this step, so the computed tokens are worthless
             request.num_computed_tokens += len(part.token_ids)
             if part.sample is None:
                 continue
@@ -431,7 +431,7 @@ class Scheduler:
             self._draw(request, sampled[part.request_id], gaps.get(part.request_id))
 
     def _draw(self, request: EngineRequest, token: int, gap: float | None) -> None:
-        """Appends an output token and ends the request if that was the last one."""
+        """Appends a sampled token, and ends the request if the token is the last."""
         now = time.time()
         if request.timings.first_token is None:
             request.timings.prefill_finished = now
@@ -454,17 +454,17 @@ class Scheduler:
         load = request.load
         request.timings.load_finished = time.time()
         if not load.error:
-            if not request.num_output_tokens:  # not one that was preempted and loaded again
+            if not request.num_output_tokens:  # not for a second load after a preemption
                 request.num_external_tokens = load.external_tokens
             if load.is_async:
                 request.num_computed_tokens = load.valid_tokens
                 request.advance(RequestStatus.WAITING)
-                insort(self._ready, request, key=_by_arrival)
+                insort(self.ready, request, key=_by_arrival)
             return
         if self._load_failed(request, TransferError(f"KV could not be loaded: {load.error}")):
             return
-        # The valid prefix has just been cached: the request finds it there when it is admitted
-        # again, unless somebody needed the blocks more.
+        # The valid prefix is in the cache now. A new admission of the request hits the prefix,
+        # unless other requests have needed the blocks more.
         if load.is_async:
             self._requeue(request, RequestStatus.WAITING)
         else:
@@ -472,7 +472,7 @@ class Scheduler:
             self._requeue(request, RequestStatus.PREEMPTED)
 
     def _load_failed(self, request: EngineRequest, error: KVFerryError) -> bool:
-        """Applies ``kv_load_failure_policy``; returns whether it ended the request."""
+        """Applies ``kv_load_failure_policy``; returns whether the policy ended the request."""
         self._num_failed_loads += 1
         policy = self._options.load_failure_policy
         logger.warning(
@@ -500,10 +500,10 @@ class Scheduler:
         self._detach(request)
         request.advance(status)
         request.timings.finished = time.time()
-        del self._requests[request.request_id]
+        del self.requests[request.request_id]
         self._finished.add(request.request_id)
         news = news or request.news()
-        news.kv_transfer_params = self._transfers.ended(request)
+        news.kv_transfer_params = self.transfers.ended(request)
         news.finish_reason = request.finish_reason
         news.timings = request.timings
         if error is not None:
@@ -512,12 +512,12 @@ class Scheduler:
         self._news.append(news)
 
     def _detach(self, request: EngineRequest) -> None:
-        """Takes a request out of the list it is in; loading ones are the connector's."""
+        """Removes a request from its list; the connector keeps the loading requests."""
         if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
+            self.running.remove(request)
         elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return
         elif request.allocated_tokens:
-            self._ready.remove(request)
+            self.ready.remove(request)
         else:
-            self._waiting.remove(request)
+            self.waiting.remove(request)

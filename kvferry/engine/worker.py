@@ -1,11 +1,13 @@
-"""One rank of the reference engine: its share of the model, and the worker half of a connector.
+"""A rank of the reference engine: its part of the model, and the worker half of a connector.
 
-Tokens are drawn so that the choice does not depend on batch, rank or engine.
+The sampling of tokens does not depend on batch, rank or engine.
 """
 
 import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -26,33 +28,35 @@ from kvferry.engine.model import DecoderModel
 from kvferry.engine.shard import PagedKVCache
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import EngineError
+from kvferry.topology.heads import HeadDigests
 
-#: Below this the largest logit wins every draw, and dividing by it could overflow.
+#: Temperature below which sampling is greedy: the largest logit wins always, and a division by a
+#: temperature that small could overflow.
 _GREEDY_TEMPERATURE = 1e-5
 
 
 def best_two_gaps(logits_SV: torch.Tensor) -> list[float]:
-    """Difference of the two largest logits of each row."""
+    """Difference between the two largest logits, for each row."""
     best = logits_SV.topk(min(2, logits_SV.shape[-1]), dim=-1).values.double()
     return [float(row[0] - row[-1]) for row in best]
 
 
 def sample(logits_V: torch.Tensor, params: SamplingParams, output_index: int) -> int:
-    """Chooses one token.
+    """Samples a token.
 
     Args:
-        logits_V: of one position, any float dtype.
-        params: how to choose; with a seed the draw follows from ``(seed, output_index)`` and the
-            logits alone.
-        output_index: of the token in its answer, ``seed_offset`` included.
+        logits_V: logits of a position, with any float dtype.
+        params: rules for the sampling. With a seed, the token depends only on the seed,
+            ``output_index`` and the logits.
+        output_index: index of the token in its answer, including ``seed_offset``.
     """
     if params.temperature < _GREEDY_TEMPERATURE:
         return int(logits_V.argmax())
     scores = _top_p(_top_k(logits_V.double() / params.temperature, params.top_k), params.top_p)
-    # A race: token t arrives after an exponential time with rate p(t), and the first wins. Each
-    # token has its own random number, so logits that differ in the last bits, or one token more
-    # or less inside top_p, almost never change the winner; walking along a cumulative sum would
-    # shift every boundary.
+    # The sampling is a race: token t arrives after an exponential time with rate p(t), and the
+    # first token wins. Each token has its own random number. So logits that differ in the last
+    # bits, or an additional token inside top_p, almost never change the winner. A walk along a
+    # cumulative sum would instead shift every boundary.
     waits = torch.empty_like(scores).exponential_(generator=_generator(params.seed, output_index))
     return int((scores - waits.log()).argmax())
 
@@ -67,14 +71,14 @@ def _generator(seed: int | None, output_index: int) -> torch.Generator:
 
 
 def _top_k(scores: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Keeps the ``top_k`` best; ties with the last of them stay too."""
+    """Keeps the ``top_k`` best tokens, and all ties with the last of these."""
     if not 0 < top_k < len(scores):
         return scores
     return scores.masked_fill(scores < scores.topk(top_k).values[-1], float("-inf"))
 
 
 def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Keeps the fewest best tokens whose probabilities add up to ``top_p``, at least one."""
+    """Keeps the fewest best tokens whose probabilities add up to ``top_p``, at least one token."""
     if top_p >= 1.0:
         return scores
     ordered, tokens = scores.softmax(-1).sort(descending=True)
@@ -85,14 +89,14 @@ def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 class Worker:
-    """Executes steps on one rank; used from one thread.
+    """Executes the steps of a rank. Only a single thread may use the worker.
 
     Args:
-        spec: of the engine's workers.
-        communicator: the rank's end; the worker closes it.
+        spec: settings of the engine's ranks.
+        communicator: the communicator of this rank; the worker closes it.
 
     Raises:
-        ModelError: the model folder cannot be used, or is of another shape than the geometries.
+        ModelError: the model folder cannot be used, or its shape differs from the geometries.
         ConfigError: the connector's configuration is wrong.
         HostError: the connector found no memory or no port.
     """
@@ -112,16 +116,16 @@ class Worker:
                 self._connector = plugin.worker(context, self.rank)
                 opened.callback(self._connector.close)
                 self._metadata_decoder = decoder_for(plugin.Metadata)
-            # Memory comes before weights, which take longer.
+            # Allocate memory before the weights are loaded, because loading takes longer.
             memory = self._allocate(PagedKVCache.nbytes(self._groups, self.rank, spec.num_blocks))
             self.cache = PagedKVCache(self._groups, self.rank, spec.num_blocks, memory)
-            self.model = DecoderModel(
-                spec.folder,
-                load_model_config(spec.folder),
-                self._groups,
-                communicator,
-                getattr(torch, spec.dtype),
+            self._open_model = partial(
+                DecoderModel,
+                groups=self._groups,
+                communicator=communicator,
+                dtype=getattr(torch, spec.dtype),
             )
+            self.model = self._open_model(spec.folder, load_model_config(spec.folder))
             if self._connector is not None:
                 self._connector.register_kv_caches(self.cache.tensors)
                 self._connector.set_head_digests(self.model.head_digests())
@@ -130,23 +134,39 @@ class Worker:
     def _allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
         if self._connector is None:
             return np.zeros(nbytes, np.uint8)
-        # The transport must own the memory that it serves: shared memory, for one, cannot take
-        # over memory that exists.
+        # The transport must allocate the memory that it serves. Shared memory, for example, cannot
+        # take over existing memory.
         memory = self._connector.allocate(nbytes)
         if memory.nbytes < nbytes:
             raise EngineError(f"connector allocated {memory.nbytes} bytes, {nbytes} were asked for")
         return memory
 
     def handshake(self) -> bytes:
-        """What the connector's scheduler half must know of this rank."""
+        """Handshake data of this rank for the connector's scheduler half."""
         return b"" if self._connector is None else self._connector.handshake_metadata()
 
+    def load_weights(self, folder: Path) -> HeadDigests:
+        """Computes with other weights from the next step on.
+
+        Args:
+            folder: folder with a converted model of the same shape.
+
+        Returns:
+            Digests of the weights of this rank's KV heads.
+
+        Raises:
+            ModelError: the folder cannot be used. The rank has no weights any more.
+        """
+        del self.model  # two models may not fit into memory
+        self.model = self._open_model(folder, load_model_config(folder))
+        return self.model.head_digests()
+
     def execute(self, step: SchedulerOutput) -> RankOutput:
-        """One step, in the order that :mod:`kvferry.connectors.base` documents.
+        """Executes a step, in the order that :mod:`kvferry.connectors.base` documents.
 
         Raises:
             WorkerDiedError: another rank is gone.
-            BlockTableError: a block table lacks a block that its request needs.
+            BlockTableError: a block table lacks a block that the request needs.
             EngineError: the step does not fit this rank.
         """
         connector = self._connector
@@ -161,7 +181,7 @@ class Worker:
         return output
 
     def _compute(self, requests: Sequence[ScheduledRequest]) -> RankOutput:
-        """Computes the requests, the same on every rank, and draws tokens where logits are."""
+        """Computes the requests on every rank, and samples tokens on the rank with the logits."""
         output = RankOutput()
         if not requests:
             return output
@@ -181,7 +201,7 @@ class Worker:
         return output
 
     def close(self) -> None:
-        """Closes the connector, then leaves the group. Idempotent."""
-        # Views of the connector's memory must be gone before the connector unmaps it.
+        """Closes the connector, then leaves the group of ranks. Idempotent."""
+        # Delete the views of the connector's memory before the connector unmaps this memory.
         self.__dict__.pop("cache", None)
         self._opened.close()

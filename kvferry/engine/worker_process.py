@@ -1,11 +1,11 @@
-"""The process of one rank: ``python -m kvferry.engine.worker_process FD ENGINE RANK``.
+"""The process of a rank: ``python -m kvferry.engine.worker_process FD ENGINE RANK``.
 
-``ENGINE`` and ``RANK`` are for readers of ``ps``; what counts comes over the socket. ``FD`` is this
-end of a socket pair. The process ends when the other end is closed, which the
-kernel does for a parent that dies however abruptly. (A death signal asked for with ``prctl`` would
-also come when the *thread* that started the process ends, while the parent lives on.)
+``ENGINE`` and ``RANK`` are only for readers of ``ps``; the process gets its settings over the
+socket. ``FD`` is the process's end of a socket pair. The process ends when the other end closes.
+The kernel closes that end even if the parent dies abruptly. (A death signal from ``prctl`` would
+also come at the end of the *thread* that started the process, while the parent still lives.)
 
-A rank on another host than its engine's is a process of a launcher, which calls
+A rank on another host than its engine is a child of a launcher, which calls
 :func:`serve_elsewhere`.
 """
 
@@ -19,12 +19,20 @@ import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
+from pathlib import Path
 
 import msgspec
 import torch
 
 from kvferry.engine.communicator import GlooCommunicator, LocalGroup
-from kvferry.engine.messages import Answer, Command, Failed, SchedulerOutput, Start
+from kvferry.engine.messages import (
+    Answer,
+    Command,
+    Failed,
+    LoadWeights,
+    SchedulerOutput,
+    Start,
+)
 from kvferry.engine.worker import Worker
 from kvferry.errors import HostError, KVFerryError, WorkerDiedError
 from kvferry.zeromq import tune_tcp
@@ -33,20 +41,20 @@ logger = logging.getLogger("kvferry.engine.worker")
 
 
 def main(fd: int) -> int:
-    """Serves one executor until it says stop; returns the exit code."""
-    # Ctrl-C reaches the whole process group; the parent decides when ranks end.
+    """Serves an executor until it asks for the end; returns the exit code."""
+    # Ctrl-C reaches the whole process group, but only the parent decides when ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _exit_with_peer(fd)
     return serve(Connection(fd), _open_worker)
 
 
 def serve_elsewhere(listener: Listener, host: str, model_folder: str) -> int:
-    """Serves the executor that connects, as a rank on another host; returns the exit code.
+    """Serves the connecting executor as a rank on another host; returns the exit code.
 
     Args:
-        listener: with the key that the executor must know; one of ``host``.
+        listener: a listener on ``host`` with the key that the executor must know.
         host: address of this host.
-        model_folder: the converted model here.
+        model_folder: folder with the converted model on this host.
     """
     while True:
         try:
@@ -62,31 +70,37 @@ def serve_elsewhere(listener: Listener, host: str, model_folder: str) -> int:
 
 
 def serve(connection: Connection, open_worker: Callable[[Start], Worker]) -> int:
-    """Opens the worker of one rank, in a process or a thread, and executes steps until the end.
+    """Opens the worker of a rank, in a process or a thread, and executes steps until the end.
 
     Returns:
-        0 if the executor asked for the end, 1 otherwise.
+        0 if the executor asked for the end, otherwise 1.
     """
     commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
     start = commands.decode(connection.recv_bytes())
     assert isinstance(start, Start)
-    torch.set_num_threads(start.spec.threads)  # ranks would crowd each other out
+    torch.set_num_threads(start.spec.threads)  # by default, each rank would use all cores
     try:
         worker = open_worker(start)
-    except Exception as error:  # reported, whatever it is
+    except Exception as error:  # any error goes to the executor
         return _fail(connection, error)
     try:
         _answer(connection, worker.handshake())
-        while (step := commands.decode(connection.recv_bytes())) is not None:
-            assert isinstance(step, SchedulerOutput)
-            _answer(connection, worker.execute(step))
+        while (command := commands.decode(connection.recv_bytes())) is not None:
+            match command:
+                case SchedulerOutput():
+                    _answer(connection, worker.execute(command))
+                case LoadWeights():
+                    heads = worker.load_weights(Path(command.model_folder))
+                    _answer(connection, msgspec.msgpack.encode(heads))
+                case Start():
+                    raise AssertionError("a rank starts once")
     except EOFError:
         return 1
     except Exception as error:
         return _fail(connection, error)
     finally:
         try:
-            worker.close()  # ranks that wait for this one notice
+            worker.close()  # ranks that wait for this rank notice the end
         except KVFerryError:
             logger.exception("closing this rank")
     return 0
@@ -95,7 +109,7 @@ def serve(connection: Connection, open_worker: Callable[[Start], Worker]) -> int
 def _exit_with_peer(fd: int) -> None:
     def watch() -> None:
         poll = select.poll()
-        poll.register(fd, select.POLLRDHUP)  # of TCP, a hang-up of the other side alone
+        poll.register(fd, select.POLLRDHUP)  # for TCP: the other side closed its end
         poll.poll()
         os._exit(1)
 
@@ -105,7 +119,7 @@ def _exit_with_peer(fd: int) -> None:
 def _open_worker(start: Start) -> Worker:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("kvferry").setLevel(start.log_level)
-    # Gloo would look up the host's name, which not every machine can resolve.
+    # Otherwise Gloo would look up the name of the host, which not every machine can resolve.
     if start.host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(start.host))
     elif sys.platform == "linux":
@@ -115,17 +129,19 @@ def _open_worker(start: Start) -> Worker:
         return Worker(spec, LocalGroup(spec.parallel).communicator(0))
     return Worker(
         spec,
-        GlooCommunicator(spec.parallel, start.rank, start.init_method, spec.step_timeout_s),
+        GlooCommunicator(
+            spec.parallel, start.rank, start.meeting, start.listener, spec.step_timeout_s
+        ),
     )
 
 
 def interface_of(host: str) -> str:
-    """Name of the network interface that has an address.
+    """Name of the network interface with a given address.
 
     Raises:
-        HostError: none of this machine has it.
+        HostError: no interface of this machine has the address.
     """
-    import psutil  # of the extra `ray`
+    import psutil  # installed by the extra `ray`
 
     interfaces = psutil.net_if_addrs()
     for name, addresses in interfaces.items():
@@ -140,7 +156,7 @@ def _answer(connection: Connection, answer: Answer) -> None:
 
 def _fail(connection: Connection, error: Exception) -> int:
     if isinstance(error, WorkerDiedError):
-        logger.warning("this rank ends: %s", error)  # the news is the other rank's trace, not ours
+        logger.warning("this rank ends: %s", error)  # the other rank's log has the traceback
     else:
         logger.error("this rank ends", exc_info=error)
     _answer(connection, Failed(kind=type(error).__name__, text=str(error)))

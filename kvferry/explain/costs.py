@@ -1,4 +1,4 @@
-"""What a transfer between two engines costs, in plain numbers, before anything moves."""
+"""The cost of a transfer between two engines, in plain numbers, before any transfer."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,34 +18,35 @@ from kvferry.topology.typical import (
 )
 
 Groups: TypeAlias = GroupGeometry | Sequence[GroupGeometry]
-"""An engine's one group, or its groups."""
+"""The single group of an engine, or all groups of an engine."""
 
 Memories: TypeAlias = Sequence[Sequence[RankMemory]]
-"""Rank → group → the rank's memory of that group."""
+"""Rank → group → memory of the rank for the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairCost:
-    """What one target rank reads from one source rank for one request, in all groups."""
+    """The cost of a request's reads by a target rank from a source rank, over all groups."""
 
     target_rank: int
     source_rank: int
     layers: tuple[int, ...]
-    """The model's layers, ascending."""
+    """Layers of the model, ascending."""
     heads: tuple[int, ...]
-    """The model's KV heads, ascending; with replicas not each of them in each layer. None for
-    recurrent states, which have channels."""
+    """KV heads of the model, ascending. With replicas, not every head is read in every layer. Empty
+    for recurrent states, which have channels instead."""
     nbytes: int
-    """Bytes of the whole request."""
+    """Number of bytes for the whole request."""
     rows: int
-    """Copies if nothing were merged: one per layer, part, token and head, or channel of a state."""
+    """Number of copies without merging: a copy per layer, part, token and head, or channel of a
+    state."""
     segments_ordered: int
-    """Contiguous copies after merging, if both block tables are in order."""
+    """Number of contiguous copies after merging, if both block tables are in order."""
     segments_shuffled: int
-    """The same if both block tables are shuffled."""
+    """Number of contiguous copies after merging, if both block tables are shuffled."""
 
     def __add__(self, other: "PairCost") -> "PairCost":
-        """Both groups' costs of the same two ranks."""
+        """Adds the costs of another group for the same two ranks."""
         return PairCost(
             self.target_rank,
             self.source_rank,
@@ -60,14 +61,16 @@ class PairCost:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How evenly the bytes of a request are spread over some ranks, or over some links."""
+    """Distribution of a request's bytes over ranks or over links."""
 
     nbytes: tuple[int, ...]
-    """Bytes of each, 0 for those that move nothing."""
+    """Number of bytes of each rank or link; 0 for ranks that move no bytes."""
 
     @property
     def peak(self) -> float:
-        """The busiest one's bytes in multiples of the mean; 1 is perfect, 0 if nothing moves.
+        """Bytes of the busiest rank or link, as a multiple of the mean; 0 if no bytes move.
+
+        1 is a perfect balance.
 
         >>> Balance((30, 10, 0, 0)).peak
         3.0
@@ -77,12 +80,12 @@ class Balance:
 
     @property
     def idle(self) -> tuple[int, ...]:
-        """Indices of those that move nothing."""
+        """Indices of the ranks or links that move no bytes."""
         return tuple(index for index, nbytes in enumerate(self.nbytes) if not nbytes)
 
 
 def balance_over(shares: Iterable[tuple[int, int]], world_size: int) -> Balance:
-    """What each of an engine's ranks moves, given ranks and bytes of each share."""
+    """The balance over an engine's ranks, from pairs (rank, bytes)."""
     nbytes = [0] * world_size
     for rank, share in shares:
         nbytes[rank] += share
@@ -99,7 +102,7 @@ def explain_transfer(
     source_memory: Memories | None = None,
     target_memory: Memories | None = None,
 ) -> tuple[PairCost, ...]:
-    """Who reads what from whom for a request of ``num_tokens``.
+    """The cost of a request of ``num_tokens`` tokens, for each pair of ranks.
 
     >>> from kvferry.topology import EngineGeometry, ParallelShape
     >>> one = EngineGeometry(num_layers=2, num_kv_heads=2, head_size=4, dtype="float32",
@@ -109,16 +112,16 @@ def explain_transfer(
     (8192, 512, 4, 16)
 
     Args:
-        source: the engine that is read from: its one group or its groups.
-        target: the engine that reads.
-        num_tokens: tokens of the request.
-        target_engine_id: decides the choice among replicas.
-        seed: of the shuffled block tables.
-        source_memory: where the source's cells lie; in dense tensors if left out.
-        target_memory: the same of the target.
+        source: the source engine: a single group or all groups.
+        target: the target engine, which reads from the source.
+        num_tokens: number of tokens of the request.
+        target_engine_id: engine id that determines the choice among replicas.
+        seed: seed of the shuffled block tables.
+        source_memory: the source's memory; by default, dense tensors.
+        target_memory: the target's memory; by default, dense tensors.
 
     Returns:
-        One entry per pair of ranks that move anything, by target rank, then by source rank.
+        An entry per pair of ranks with any transfer, by target rank, then by source rank.
 
     Raises:
         ValueError: the geometries can never match, or ``num_tokens`` is less than 1.
@@ -134,17 +137,17 @@ def explain_transfer(
 
 @dataclass(frozen=True, slots=True)
 class SegmentLength:
-    """How long the segments of one pair of groups are."""
+    """Mean lengths of the segments between a pair of groups."""
 
     layers: tuple[int, ...]
-    """The model's layers, ascending."""
+    """Layers of the model, ascending."""
     mean_bytes: float
-    """Bytes of a contiguous copy on average, after merging, if both block tables are shuffled: of
-    the target rank that has the shortest."""
+    """Mean number of bytes of a contiguous copy after merging, if both block tables are shuffled.
+    The value is of the target rank with the shortest copies."""
     source_bytes: float
-    """The same of what is contiguous at the source."""
+    """Mean number of bytes of a contiguous range at the source, in the same case."""
     conversion: tuple[str, str] | None
-    """Source dtype and target dtype, where they differ."""
+    """Source dtype and target dtype, if they differ; else ``None``."""
 
 
 def segment_lengths(
@@ -152,12 +155,12 @@ def segment_lengths(
     source_memory: Memories | None = None,
     target_memory: Memories | None = None,
 ) -> tuple[SegmentLength, ...]:
-    """The lengths by which the ways of cells are chosen, one entry per pair of groups.
+    """The mean segment lengths by which the way of cells is chosen, per pair of groups.
 
     Args:
-        parts: what is read, see :func:`read_parts`.
+        parts: the reads, see :func:`read_parts`.
         source_memory: see :func:`explain_transfer`.
-        target_memory: see there.
+        target_memory: see :func:`explain_transfer`.
 
     Raises:
         ValueError, ProtocolError, BoundsError: see :func:`explain_transfer`.
@@ -178,11 +181,11 @@ def segment_lengths(
 
 
 def count_segments(parts: Iterable["ReadPart"], seed: int = 0) -> tuple[int, int]:
-    """The sums of :func:`explain_transfer` over dense tensors, for less work.
+    """The sums of :func:`explain_transfer` over dense tensors, with less work.
 
     Args:
-        parts: what is read, see :func:`read_parts`.
-        seed: of the shuffled block tables.
+        parts: the reads, see :func:`read_parts`.
+        seed: seed of the shuffled block tables.
 
     Returns:
         Bytes, and contiguous copies after merging if both block tables are shuffled.
@@ -201,7 +204,7 @@ def count_segments(parts: Iterable["ReadPart"], seed: int = 0) -> tuple[int, int
 
 @dataclass(frozen=True, slots=True)
 class ReadPart:
-    """What one target rank reads for one pair of groups: the tokens from ``first_token`` on."""
+    """The reads of a target rank for a pair of groups: the tokens from ``first_token`` on."""
 
     plan: TransferPlan
     source_group: int
@@ -210,7 +213,7 @@ class ReadPart:
     num_tokens: int
 
     def tiles(self, source: Memories | None, target: Memories | None) -> dict[int, Tiles]:
-        """The tiles per source rank, in these memories or in dense tensors."""
+        """The tiles per source rank, in the given memories or in dense tensors."""
         plan = self.plan
         givers = {
             rank: dense_memory_of(plan.source, rank, self.num_tokens)
@@ -232,12 +235,12 @@ class ReadPart:
     def costs(
         self, source: Memories | None, target: Memories | None, seed: int
     ) -> Iterator[PairCost]:
-        """What the target rank reads from each source rank."""
+        """The cost of the target rank's reads from each source rank."""
         copies, others = self.copies(None), self.copies(seed)
         for rank, tiles in self.tiles(source, target).items():
             ordered, shuffled = copies.runs_of(rank), others.runs_of(rank)
             if not len(ordered):
-                continue  # the two hold other tokens of so short a span
+                continue  # with so few tokens, the two ranks have no token in common
             num_tokens = int(ordered["tokens"].sum())
             given = self.plan.for_source(rank)
             parts = self.plan.target.parts
@@ -262,14 +265,14 @@ def read_parts(
     target_engine_id: str = "",
     target_ranks: Sequence[int] | None = None,
 ) -> Iterator[ReadPart]:
-    """Every pair of groups and target rank; none where a window or a chunk keeps no tokens.
+    """The reads of every pair of groups and target rank; none if a window or chunk keeps no tokens.
 
     Args:
-        source: see :func:`explain_transfer`, like what follows.
-        target: see there.
-        num_tokens: see there.
-        target_engine_id: see there.
-        target_ranks: only what these read; all of them if left out.
+        source: see :func:`explain_transfer`.
+        target: see :func:`explain_transfer`.
+        num_tokens: see :func:`explain_transfer`.
+        target_engine_id: see :func:`explain_transfer`.
+        target_ranks: target ranks to include; by default, all ranks.
 
     Raises:
         ValueError: see :func:`explain_transfer`.

@@ -1,10 +1,11 @@
-"""What the ``config.json`` of each family of models says that its layers keep.
+"""Derives the KV cache of each layer from a ``config.json``, with rules per family of models.
 
-A family is in :data:`FAMILIES` once its code was read. Readers follow
-``vllm/model_executor/models`` of vLLM 0.32 and, for families that it does not serve, the models'
-own code. ``models.json`` has what a file may leave out, as the config classes of transformers 5.24
-fill it in: for families whose layers all attend alike (``plain``), or all have the window of the
-file, if there is one (``windowed``), and for the others.
+A family is in :data:`FAMILIES` only if its code was read. The rules follow
+``vllm/model_executor/models`` of vLLM 0.32; for families that vLLM does not serve, they follow the
+models' own code. ``models.json`` has the values of keys that a file may omit, from the config
+classes of transformers 5.24. It has three sections: families whose layers all attend in the same
+way (``plain``), families whose layers all have the file's window, if any (``windowed``), and all
+other families (``others``).
 """
 
 import json
@@ -18,11 +19,11 @@ from kvferry.explain import model_file as keys
 from kvferry.explain.model_file import FULL, NOTHING, RECURRENT, REMEDY, WINDOW, Kinds, ModelFile
 from kvferry.topology.states import gated_delta_net_states, mamba2_states, state_part
 
-# ---- which kind each layer is ------------------------------------------------------------------
+# ---- the kind of each layer --------------------------------------------------------------------
 
 
 def _windowed(file: ModelFile) -> Kinds:
-    """Families whose layers all have the window, if there is one."""
+    """Families whose layers all have the window, if there is a window."""
     if file.written.get("layer_types") or not file.get("sliding_window"):
         return keys.spelled_kinds(file)
     return [WINDOW] * keys.num_layers(file)
@@ -38,7 +39,7 @@ def _shared(file: ModelFile) -> Kinds:
 
 
 def _shared_4(file: ModelFile) -> Kinds:
-    """Gemma 4: the same; its last layer attends to all tokens, whatever the file says."""
+    """Gemma 4: as Gemma 3n, but the last layer attends to all tokens in spite of the file."""
     if file.get("use_bidirectional_attention") == "all":
         raise file.error("use_bidirectional_attention", "is 'all'; only decoders can be planned")
     kinds = _shared(file)
@@ -57,14 +58,14 @@ def _rotated(file: ModelFile) -> Kinds:
 
 
 def _periodic(file: ModelFile) -> Kinds:
-    """Jamba: one layer of each period attends."""
+    """Jamba: a single layer of each period attends."""
     period, offset = file.count("attn_layer_period"), file.count("attn_layer_offset", least=0)
     count = keys.num_layers(file)
     return keys.chosen_kinds(count, range(offset, count, period))
 
 
 def _kimi(file: ModelFile) -> Kinds:
-    """Kimi-Linear: layers are counted from 1."""
+    """Kimi-Linear: the file counts layers from 1."""
     part, count = file.part("linear_attn_config"), keys.num_layers(file)
     full, linear = part.get("full_attn_layers"), part.get("kda_layers")
     both = [*full, *linear] if isinstance(full, list) and isinstance(linear, list) else []
@@ -74,7 +75,7 @@ def _kimi(file: ModelFile) -> Kinds:
 
 
 def _searched(file: ModelFile) -> Kinds:
-    """Nemotron-NAS: a search left attention out of some layers."""
+    """Nemotron-NAS: an architecture search removed attention from some layers."""
     count, blocks = keys.num_layers(file), file.get("block_configs")
     listed = blocks if isinstance(blocks, list) else []
     parts = [block.get("attention") for block in listed if isinstance(block, dict)]
@@ -88,14 +89,14 @@ def _searched(file: ModelFile) -> Kinds:
     return [NOTHING if any(part.get(key) for key in without) else FULL for part in found]
 
 
-# ---- what a layer of a kind keeps --------------------------------------------------------------
+# ---- the cache of a layer of a kind ------------------------------------------------------------
 
 Reader: TypeAlias = Callable[[ModelFile], LayerCache]
-"""From a file to what the layer that is read keeps."""
+"""Returns the cache of the file's current layer."""
 
 
 def _heads(file: ModelFile, kv_heads: int | None = None) -> LayerHeads:
-    """Keys and values; ``kv_heads`` where a family counts them by a rule of its own."""
+    """Keys and values; ``kv_heads`` is for families with their own rule for this number."""
     for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"):
         file.get(key)
     if file.get("head_dim") is None:
@@ -135,7 +136,7 @@ def _own(file: ModelFile) -> LayerHeads:
 
 
 def _multi_query(file: ModelFile) -> LayerHeads:
-    """Falcon, GPT-BigCode: one KV head, unless the newer architecture counts them."""
+    """Falcon, GPT-BigCode: a single KV head, unless the newer architecture counts KV heads."""
     several = file.get("new_decoder_architecture") or not file.get("multi_query")
     return _heads(file, None if several else 1)
 
@@ -146,7 +147,7 @@ def _chatglm(file: ModelFile) -> LayerHeads:
 
 
 def _attn_config(file: ModelFile) -> LayerHeads:
-    """DBRX, MPT."""
+    """DBRX, MPT: the number of KV heads is in a nested table."""
     part = file.part("attn_config")
     if part.get("attn_type") == "multiquery_attention":
         return _heads(file, 1)
@@ -154,7 +155,7 @@ def _attn_config(file: ModelFile) -> LayerHeads:
 
 
 def _global_4(file: ModelFile) -> LayerHeads:
-    """Gemma 4: full layers have heads of their own."""
+    """Gemma 4: full layers have their own head size and may have their own KV heads."""
     if file.get("per_layer_config"):
         return _heads(file)
     heads = replace(_heads(file), head_size=file.count("global_head_dim"))
@@ -171,7 +172,7 @@ def _window_mimo(file: ModelFile) -> LayerHeads:
 
 
 def _window_step(file: ModelFile) -> LayerHeads:
-    """Step 3.5: windowed layers may have heads of their own."""
+    """Step 3.5: windowed layers may have their own heads."""
     if file.get("attention_other_setting") is None:
         return _window(file)
     part = file.part("attention_other_setting")
@@ -257,17 +258,17 @@ _ATTENTION: Mapping[str, Reader] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How files of one ``model_type`` are read."""
+    """The rules for files of a ``model_type``."""
 
     kinds: Callable[[ModelFile], Kinds] = keys.window_kinds
-    """The kind of each layer."""
+    """Function that returns the kind of each layer."""
     readers: Mapping[str, Reader] = field(default_factory=dict)
-    """Kind → what a layer of it keeps, where it is not as in other families."""
+    """Kind → function for the cache of a layer, only for kinds that differ from other families."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What counts where a file lacks a key."""
+    """Default values for keys that a file omits."""
 
     def layers(self, file: ModelFile) -> tuple[LayerCache, ...]:
-        """What each layer keeps.
+        """The cache of each layer.
 
         Raises:
             ModelError: a value is missing, wrong or not understood.
@@ -291,7 +292,7 @@ class Family:
 MODELS: Mapping[str, Any] = json.loads(
     Path(__file__).with_name("models.json").read_text(encoding="utf-8")
 )
-"""Facts of public models: those that are known by name, and what config classes fill in."""
+"""Facts of public models: shapes of known models, and defaults of config classes."""
 
 _LATENT: Mapping[str, Reader] = {FULL: _latent}
 _MULTI_QUERY: Mapping[str, Reader] = {FULL: _multi_query}
@@ -327,9 +328,9 @@ _OTHERS: Mapping[str, tuple[Callable[[ModelFile], Kinds], Mapping[str, Reader]]]
 }
 
 FAMILIES: Mapping[str | None, Family] = {
-    None: Family(readers={FULL: _own}),  # a file of the user's own
+    None: Family(readers={FULL: _own}),  # a file that the user wrote
     **{kind: Family(defaults=defaults) for kind, defaults in MODELS["plain"].items()},
     **{kind: Family(_windowed, {}, defaults) for kind, defaults in MODELS["windowed"].items()},
     **{kind: Family(*how, MODELS["others"].get(kind, {})) for kind, how in _OTHERS.items()},
 }
-"""``model_type`` → how its files are read."""
+"""``model_type`` → the rules for files of this type."""

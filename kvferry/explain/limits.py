@@ -1,6 +1,6 @@
-"""What the path between two processes could carry: bare loops, with nothing of ours around them.
+"""Upper limits of the path between two processes: bare copy loops without kvferry's transports.
 
-The benchmarks and ``kvferry bench`` set a transport's figure beside the one of these loops, from
+The benchmarks and ``kvferry bench`` compare a transport's speed with the speed of these loops, with
 the same memory in the same run.
 """
 
@@ -14,28 +14,35 @@ import secrets
 import socket
 import ssl
 import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import NotReadyError, PeerLostError
+from kvferry.layouts.arrays import ByteArray
 from kvferry.lifetimes import Closing
-from kvferry.transports.base import ByteArray
+from kvferry.transports.base import Transfer
 from kvferry.zeromq import join_address, keep_alive, listen_errors
 
 TOKEN_BYTES = 16
-"""Bytes of the secret of a :class:`BareSource`, and of the name that a reader gives itself."""
+"""Length in bytes of a :class:`BareSource`'s secret, and of a reader's name."""
 MAX_CONNECTIONS = 64
-"""Connections to a :class:`BareSource`; more are closed at once."""
+"""Maximum number of connections to a :class:`BareSource`; further connections close at once."""
 _HELLO_S = 5.0
-"""Seconds in which a connection says who it is."""
+"""Seconds within which a new connection must identify itself."""
 _GONE_S = 30.0
-"""Seconds without a sign of the other host after which it is gone."""
+"""Seconds without a sign of life after which the other host counts as gone."""
 _ADMITTED, _BUSY = b"\1", b"\0"
+
+Copy: TypeAlias = Callable[[int, int, int], object]
+"""Copies bytes, with the arguments of ``ctypes.memmove``: target, source, number of bytes."""
 
 
 def part_of(nbytes: int, number: int, parts: int) -> tuple[int, int]:
-    """Where one of several equal parts begins and ends.
+    """Begin and end of a part, if ``nbytes`` bytes are divided into ``parts`` nearly equal parts.
 
     >>> part_of(10, 1, 3)
     (3, 6)
@@ -44,15 +51,16 @@ def part_of(nbytes: int, number: int, parts: int) -> tuple[int, int]:
 
 
 def read_process(pid: int, local: npt.NDArray[np.int64], remote: npt.NDArray[np.int64]) -> None:
-    """One ``process_vm_readv(2)``.
+    """Calls ``process_vm_readv(2)`` once.
 
     Args:
-        pid: of the process that is read.
-        local: ``[spans, 2]``, address and bytes of each span of memory here.
-        remote: the same of that process; at most 1,024 spans, and less than 2 GiB.
+        pid: id of the process to read from.
+        local: ``[spans, 2]``, address and bytes of each span of local memory.
+        remote: ``[spans, 2]``, address and bytes of each span of the other process's memory; at
+            most 1,024 spans, and less than 2 GiB.
 
     Raises:
-        OSError: it may not be read, has ended, or has not all of the memory.
+        OSError: the process may not be read, has ended, or lacks a part of the memory.
     """
     spans = (
         ctypes.c_void_p(local.ctypes.data),
@@ -76,12 +84,50 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-class BareSource(Closing):
-    """Sends parts of a region over TCP, each with one ``sendall``, to one reader at a time.
+def copy_from(pid: int) -> Copy:
+    """A copy function that reads from the memory of a process, see :func:`read_process`."""
 
-    A connection begins with the token and the reader's name. It is answered with one byte: whether
-    it is admitted, or another reader is being served. Then each two bytes name a part, and how many
-    parts there are.
+    def copy(target: int, source: int, nbytes: int) -> None:
+        read_process(pid, np.array([[target, nbytes]]), np.array([[source, nbytes]]))
+
+    return copy
+
+
+def copy_pieces(
+    pool: ThreadPoolExecutor, copy: Copy, ends: tuple[int, int], nbytes: int, piece_bytes: int
+) -> None:
+    """Copies a contiguous range in pieces; each free thread of a pool takes the next piece.
+
+    Args:
+        pool: the threads.
+        copy: function that copies a piece.
+        ends: addresses of target and source.
+        nbytes: number of bytes of all pieces together.
+        piece_bytes: number of bytes of each piece; the last piece may be shorter.
+    """
+    target, source = ends
+
+    def work(first: int) -> None:
+        copy(target + first, source + first, min(piece_bytes, nbytes - first))
+
+    list(pool.map(work, range(0, nbytes, piece_bytes)))
+
+
+def wait_for_end(reads: Sequence[Transfer]) -> None:
+    """Waits until all reads have ended, with or without success, without polling."""
+    ended = threading.Semaphore(0)
+    for read in reads:
+        read.on_end(lambda _: ended.release())
+    for _ in reads:
+        ended.acquire()
+
+
+class BareSource(Closing):
+    """Sends parts of a memory region over TCP, each with a ``sendall``; serves a reader at a time.
+
+    A connection begins with the token and the name of the reader. The answer is a byte: either the
+    reader is admitted, or another reader is being served. Then, every two bytes from the reader
+    request a part: the number of the part, and the number of parts.
     """
 
     def __init__(
@@ -94,26 +140,26 @@ class BareSource(Closing):
         """Listens on a free port.
 
         Args:
-            memory: what is sent.
+            memory: the memory to send.
             host: address of this machine.
-            context: encrypts the connections.
+            context: TLS context that encrypts the connections; ``None`` for plain TCP.
 
         Raises:
-            HostError: the address is not of this machine.
+            HostError: this machine does not have the address.
         """
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        """Whoever has it may read."""
+        """Secret that permits a reader to read."""
         self._memory, self._context = memory, context
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with listen_errors(host, 0, "port"):
             self._listener = socket.create_server((host, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
-        """Where it listens."""
+        """TCP port of the listener."""
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._reader = b""
         self._admitted = 0
-        """Connections of the reader that is being served."""
+        """Number of connections of the current reader."""
         threading.Thread(target=self._accept, name="kvferry-bare", daemon=True).start()
 
     def close(self) -> None:
@@ -122,7 +168,7 @@ class BareSource(Closing):
             ended = [self._listener, *self._connections]
         for each in ended:
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # wakes who waits for it
+                each.shutdown(socket.SHUT_RDWR)  # wakes the threads that wait for this socket
         self._listener.close()
 
     def _accept(self) -> None:
@@ -138,14 +184,14 @@ class BareSource(Closing):
             if full:
                 tcp.close()
             else:
-                # One thread each: who says nothing keeps nobody else waiting.
+                # Each connection has a thread, so a silent connection delays no other connection.
                 threading.Thread(
                     target=self._serve, args=(tcp,), name="kvferry-bare", daemon=True
                 ).start()
 
     def _serve(self, tcp: socket.socket) -> None:
         try:
-            # It may have gone, or speak another protocol.
+            # The reader may have gone, or may speak another protocol.
             with tcp, contextlib.suppress(OSError):
                 tcp.settimeout(_HELLO_S)
                 if self._context is None:
@@ -153,7 +199,7 @@ class BareSource(Closing):
                 else:
                     with self._context.wrap_socket(tcp, server_side=True) as encrypted:
                         with self._lock:
-                            self._connections.remove(tcp)  # it has no socket any more
+                            self._connections.remove(tcp)  # wrap_socket has detached this socket
                             tcp = encrypted
                             self._connections.add(tcp)
                         self._speak(tcp)
@@ -191,18 +237,18 @@ class BareSource(Closing):
 def dial(
     host: str, port: int, token: bytes, reader: bytes, *, encrypted: bool = False
 ) -> socket.socket:
-    """A connection to a :class:`BareSource`.
+    """Connects to a :class:`BareSource`.
 
     Args:
-        host: where it listens.
-        port: where it listens.
-        token: its secret.
-        reader: the reader's name, ``TOKEN_BYTES`` bytes, the same for all of its connections.
-        encrypted: whether it speaks TLS; its certificate is not checked.
+        host: host of the source.
+        port: TCP port of the source.
+        token: secret of the source.
+        reader: name of the reader, ``TOKEN_BYTES`` bytes, equal for all connections of a reader.
+        encrypted: whether the source uses TLS; its certificate is not checked.
 
     Raises:
-        PeerLostError: nobody is there, or the token is wrong.
-        NotReadyError: another reader is being served.
+        PeerLostError: no source answers, or the token is wrong.
+        NotReadyError: the source serves another reader.
     """
     where = join_address(host, port)
     try:
@@ -232,13 +278,13 @@ def dial(
 
 
 def receive_part(tcp: socket.socket, target: ByteArray, number: int, parts: int) -> None:
-    """Receives one of several parts of what a :class:`BareSource` has, to where it belongs.
+    """Receives a part of a :class:`BareSource`'s memory into its place in ``target``.
 
     Args:
-        tcp: what :func:`dial` returned.
-        target: as many bytes as the source has.
-        number: which part, from 0.
-        parts: 255 at most.
+        tcp: a connection from :func:`dial`.
+        target: memory of the same size as the source's memory.
+        number: number of the part, from 0.
+        parts: number of parts, at most 255.
 
     Raises:
         PeerLostError: the connection broke.
@@ -256,8 +302,24 @@ def receive_part(tcp: socket.socket, target: ByteArray, number: int, parts: int)
         raise PeerLostError(f"the bare connection broke: {error.strerror or error}") from error
 
 
+def receive_all(
+    pool: ThreadPoolExecutor, sockets: Sequence[socket.socket], target: ByteArray
+) -> None:
+    """Receives the whole memory of a :class:`BareSource`, with a part and a thread per connection.
+
+    Raises:
+        PeerLostError: see :func:`receive_part`.
+    """
+    parts = len(sockets)
+
+    def receive(number: int) -> None:
+        receive_part(sockets[number], target, number, parts)
+
+    list(pool.map(receive, range(parts)))
+
+
 def _receive(tcp: socket.socket, nbytes: int) -> bytes:
-    """So many bytes, or fewer where the connection ends."""
+    """Receives ``nbytes`` bytes, or fewer if the connection ends."""
     found = b""
     while len(found) < nbytes and (more := tcp.recv(nbytes - len(found))):
         found += more

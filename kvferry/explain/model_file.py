@@ -1,7 +1,8 @@
-"""A ``config.json``: its keys, which of them were understood, and the kind of each layer.
+"""A model's ``config.json``: its keys, which of them were understood, and the kind of each layer.
 
-Nothing is guessed. A key that sounds as if it shaped the cache is refused unless somebody read it
-or it is known to change nothing (:data:`_HARMLESS`), and two spellings of one fact must agree.
+The code here guesses nothing. A key whose name suggests an influence on the cache is refused,
+unless a rule has read the key or the key is known to be harmless (:data:`_HARMLESS`). Two
+spellings of the same fact must agree.
 """
 
 import re
@@ -30,7 +31,7 @@ _NAMES = {
     "mamba_d_conv": ("conv_kernel",),
     "mamba_expand": ("expand",),
 }
-"""Key → other names that families have for it."""
+"""Key → other names of the key in some families."""
 
 REMEDY = (
     "write a file of your own without model_type, of num_hidden_layers, num_attention_heads, "
@@ -38,7 +39,7 @@ REMEDY = (
     "layer_types (full_attention, sliding_attention, chunked_attention, or none) with "
     "sliding_window or attention_chunk_size"
 )
-"""What to do about a model that cannot be planned by its own file."""
+"""Advice for a model whose own file cannot be planned."""
 
 _HEADS = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 _SHAPING = re.compile(
@@ -68,17 +69,17 @@ _BEYOND = {
     "mamba_d_state": "recurrent state",
     "cross_attention_layers": "a cache of an encoder's tokens",
 }
-"""What some keys stand for, for messages."""
+"""Key → its meaning in words, for error messages."""
 
 
 class ModelFile:
-    """The keys of a ``config.json`` about its decoder, of which it remembers those that were read.
+    """The keys of a ``config.json`` for the decoder; notes which keys have been read.
 
     Args:
         values: the decoded JSON.
-        where: how the user finds the file, for messages.
-        dtype: of the checkpoint.
-        defaults: what counts where the file lacks a key.
+        where: place of the file, for error messages.
+        dtype: dtype of the checkpoint.
+        defaults: values for keys that the file omits.
     """
 
     def __init__(
@@ -86,17 +87,17 @@ class ModelFile:
     ) -> None:
         self.written, self.where, self.dtype = values, where, dtype
         self.layer = 0
-        """The layer that is read; of a list with one value per layer its value counts."""
+        """Index of the current layer; selects the value from lists with a value per layer."""
         self._layers = self._per_layer()
         self._values = {**defaults, **values}
         self._read: set[str] = set()
 
     def error(self, key: str, text: str) -> ModelError:
-        """What is wrong with a key."""
+        """The error for a key, with the place of the file."""
         return ModelError(f"{self.where}: {key} {text}")
 
     def get(self, key: str) -> Any:
-        """The value of a key, by whichever of its names the file writes it; ``None`` if by none.
+        """The value of a key under any of its names; ``None`` if the file has none of them.
 
         Raises:
             ModelError: two names have different values.
@@ -111,10 +112,10 @@ class ModelFile:
         return next(iter(found.values()), None)
 
     def _per_layer(self) -> dict[int, Mapping[str, Any]]:
-        """What transformers writes of single layers: layer → the keys that differ there.
+        """The differences of single layers, as transformers writes them: layer → keys and values.
 
         Raises:
-            ModelError: it is of another form, or differs in more than heads.
+            ModelError: the table has another form, or layers differ in more than heads.
         """
         given = self.written.get("per_layer_config") or {}
         found: dict[int, Mapping[str, Any]] = {}
@@ -127,10 +128,10 @@ class ModelFile:
         return found
 
     def count(self, key: str, *, least: int = 1, default: int | None = None) -> int:
-        """A whole number; the default, if there is one, where the file says nothing.
+        """The whole number of a key; ``default``, if given, for an omitted key.
 
         Raises:
-            ModelError: the number is missing or out of its range.
+            ModelError: the number is missing or out of range.
         """
         value = self.get(key)
         value = default if value is None else value
@@ -142,10 +143,10 @@ class ModelFile:
         return value
 
     def part(self, name: str) -> "ModelFile":
-        """The keys below one key.
+        """The keys of a nested table.
 
         Raises:
-            ModelError: there are none.
+            ModelError: the key has no table.
         """
         value = self.get(name)
         if not isinstance(value, Mapping):
@@ -153,10 +154,10 @@ class ModelFile:
         return ModelFile(value, f"{self.where}: {name}", self.dtype, {})
 
     def check_understood(self) -> None:
-        """Checks that no key that may shape the cache was left unread.
+        """Checks that all keys that may influence the cache have been read.
 
         Raises:
-            ModelError: one was.
+            ModelError: such a key has not been read.
         """
         unread = [key for key in suspicious_keys(self.written) if key not in self._read]
         for key in sorted(unread, key=lambda key: key not in _BEYOND):
@@ -171,7 +172,7 @@ class ModelFile:
 
 
 def suspicious_keys(values: Mapping[str, Any]) -> list[str]:
-    """Keys that say something and sound as if they shaped the cache."""
+    """Keys that have a value and a name that suggests an influence on the cache."""
     return sorted(
         key
         for key, value in values.items()
@@ -179,7 +180,7 @@ def suspicious_keys(values: Mapping[str, Any]) -> list[str]:
     )
 
 
-# ---- which kind each layer is ------------------------------------------------------------------
+# ---- the kind of each layer --------------------------------------------------------------------
 
 FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
 RECURRENT, NOTHING = "linear_attention", "none"
@@ -188,7 +189,7 @@ _KINDS = {
     **dict.fromkeys(("mamba", "conv", "M"), RECURRENT),
     **dict.fromkeys(("mlp", "moe", "-", "E"), NOTHING),
 }
-"""Other names of the kinds; letters are Nemotron-H's."""
+"""Other names of the kinds; single letters are from Nemotron-H."""
 
 Kinds: TypeAlias = list[str]
 
@@ -198,22 +199,22 @@ def _named(_: int, names: Any) -> Kinds:
 
 
 def _every_nth(count: int, nth: Any, other: str) -> Kinds:
-    if isinstance(nth, str):  # "LLLG", of EXAONE 4
+    if isinstance(nth, str):  # for example "LLLG" in EXAONE 4
         return [other if nth[layer % len(nth)] == "L" else FULL for layer in range(count)]
     return [other if (layer + 1) % nth else FULL for layer in range(count)]
 
 
 def chosen_kinds(count: int, layers: Any) -> Kinds:
-    """Kinds of a model of which some layers attend and the others are recurrent."""
+    """Kinds of a model in which the given layers attend and all other layers are recurrent."""
     return [FULL if layer in layers else RECURRENT for layer in range(count)]
 
 
 class _Spelling(NamedTuple):
-    """A key that says the kind of each layer."""
+    """A key that gives the kind of each layer."""
 
     takes: type[Any] | UnionType
     kinds: Callable[[int, Any], Kinds]
-    """From the number of layers and the key's value to the kinds of the layers."""
+    """Function from the number of layers and the key's value to the kinds of the layers."""
 
 
 _SPELLINGS: Mapping[str, _Spelling] = {
@@ -233,10 +234,10 @@ _SPELLINGS: Mapping[str, _Spelling] = {
 
 
 def num_layers(file: ModelFile) -> int:
-    """Layers of the model.
+    """Number of layers of the model.
 
     Raises:
-        ModelError: the file does not say, or they are more than any model has.
+        ModelError: the file does not give the number, or the number exceeds ``MAX_LAYERS``.
     """
     listed = file.get("layers_block_type")
     if file.get("num_hidden_layers") is None and isinstance(listed, list):
@@ -248,10 +249,10 @@ def num_layers(file: ModelFile) -> int:
 
 
 def spelled_kinds(file: ModelFile) -> Kinds:
-    """The kind of each layer, in whichever way the file writes it; full attention if in none.
+    """The kind of each layer from any spelling; full attention if the file has no spelling.
 
     Raises:
-        ModelError: two ways disagree, or there are not as many kinds as layers.
+        ModelError: two spellings disagree, or the number of kinds and of layers differ.
     """
     count = num_layers(file)
     drafts = file.count("num_nextn_predict_layers", least=0, default=0)
@@ -271,7 +272,7 @@ def spelled_kinds(file: ModelFile) -> Kinds:
 
 
 def window_kinds(file: ModelFile) -> Kinds:
-    """The same, where windows may be switched off or begin at some layer."""
+    """As :func:`spelled_kinds`, for files that may disable windows or start them at a layer."""
     kinds, window = spelled_kinds(file), file.get("sliding_window")
     is_on, starts = file.get("use_sliding_window"), file.get("max_window_layers") is not None
     if file.written.get("layer_types") or (WINDOW not in kinds and not window):

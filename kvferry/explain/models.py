@@ -1,9 +1,9 @@
-"""Shapes of models, for plans before anything is downloaded.
+"""Shapes of models, for plans before any download.
 
-Of each model only what its KV cache depends on. That of well-known models is from the
-``config.json`` of their repositories on Hugging Face, which ``source`` names; the shape of others
-is read from theirs. The engine computes few architectures; a plan needs only the shape of the
-cache, so configs of many more can be read.
+Only the properties that determine the KV cache are kept. The shapes of well-known models are from
+the ``config.json`` in their repositories on Hugging Face, which ``source`` names. The shapes of
+other models are read from their files. The engine computes few architectures, but a plan needs only
+the shape of the cache, so configs of many more architectures can be read.
 """
 
 from collections.abc import Mapping
@@ -20,31 +20,30 @@ from kvferry.topology.tensors import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model as far as a plan needs it."""
+    """The properties of a model that a plan needs."""
 
     name: str
     source: str
-    """Where the shape is from: a repository on Hugging Face, or a file."""
+    """Origin of the shape: a repository on Hugging Face, or a file."""
     shape: CacheShape
     dtype: str = "bfloat16"
-    """Dtype of the KV cache unless an engine says otherwise: that in which vLLM serves the
-    checkpoint."""
+    """Default dtype of the KV cache: the dtype in which vLLM serves the checkpoint."""
 
 
 _DECODERS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Keys under which models that also see or hear describe their decoder."""
+"""Keys under which multimodal models describe their decoder."""
 
 
 def parse_model(values: Mapping[str, Any], where: str) -> ModelInfo:
     """The shape that a ``config.json`` describes.
 
     Args:
-        values: the decoded JSON, as any release of transformers writes it; of a model that also
-            sees or hears, its ``text_config`` counts.
-        where: how the user finds the file, for messages.
+        values: the decoded JSON, in the format of any release of transformers; for a multimodal
+            model, only its ``text_config`` is used.
+        where: place of the file, for error messages.
 
     Raises:
-        ModelError: a value is missing or of a wrong type, or what the layers keep is not known.
+        ModelError: a value is missing or has a wrong type, or the cache of a layer is unknown.
     """
     text: Mapping[str, Any] = values
     outer: dict[str, Any] = {}
@@ -72,7 +71,7 @@ def parse_model(values: Mapping[str, Any], where: str) -> ModelInfo:
 
 
 def _served_dtype(values: Mapping[str, Any], where: str) -> str:
-    """The dtype in which vLLM serves a checkpoint: its own, or bfloat16 for one in float32."""
+    """The dtype in which vLLM serves a checkpoint: its own, but bfloat16 instead of float32."""
     try:
         dtype = dtype_name(values.get("dtype") or values.get("torch_dtype") or "bfloat16")
     except ValueError as error:
@@ -81,7 +80,7 @@ def _served_dtype(values: Mapping[str, Any], where: str) -> str:
 
 
 def _cache_dtype(values: Mapping[str, Any], where: str) -> str | None:
-    """The dtype of the cache where a quantised checkpoint brings the scales for one of its own."""
+    """The KV cache's own dtype, if a quantised checkpoint has scales for it; else ``None``."""
     quantization = values.get("quantization_config") or {}
     if not isinstance(quantization, dict):
         raise ModelError(f"{where}: quantization_config is {quantization!r}; keys are needed")
@@ -98,7 +97,7 @@ def _cache_dtype(values: Mapping[str, Any], where: str) -> str | None:
     return None
 
 
-#: By name, in the order in which they are listed to people.
+#: Name → model, in the order of lists for users.
 KNOWN_MODELS: Mapping[str, ModelInfo] = {
     name: ModelInfo(name, known["source"], parse_model(known["config"], known["source"]).shape)
     for name, known in MODELS["known"].items()

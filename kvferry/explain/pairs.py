@@ -1,4 +1,4 @@
-"""A pair of engines and what a request between them costs, for people and for programs."""
+"""The cost of a request between a pair of engines, for people and for programs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,51 +21,51 @@ from kvferry.transports.base import Transport
 from kvferry.transports.ways import Way, choose_way
 
 _CELLS = ("num_kv_heads", "head_size", "head_size_v", "use_mla", "dtype", "recurrent_state")
-"""What is said of the cells of a group, as far as its kind of group has it."""
+"""Properties of a group's cells in the JSON, if the kind of the group has them."""
 
 _NAMES = {Layout.named(name): name for name in reversed(list(LAYOUT_NAMES))}
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedEngine:
-    """One side of a pair."""
+    """An engine of a pair."""
 
     name: str
     groups: tuple[GroupGeometry, ...]
     engine_id: str = ""
-    """Decides a decode engine's choice among replicas."""
+    """Engine id that determines a decode engine's choice among replicas."""
     memory: Memories | None = None
-    """Where its cells lie, if the engine runs; dense otherwise."""
+    """Memory of a running engine's cells; ``None`` for dense memory."""
 
     @property
     def world_size(self) -> int:
-        """Ranks of the engine."""
+        """Number of ranks of the engine."""
         return self.groups[0].world_size
 
 
 @dataclass(frozen=True, slots=True)
 class GroupWay:
-    """How the cells of the layers that two groups share come to the decode ranks."""
+    """The way of the cells between two groups, for the layers that both groups have."""
 
     layers: tuple[int, ...]
-    """The model's layers, ascending."""
+    """Layers of the model, ascending."""
     segment_bytes: float
-    """See ``SegmentLength.mean_bytes``."""
+    """Mean length of a segment in bytes, see ``SegmentLength.mean_bytes``."""
     way: Way
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePair:
-    """What one decode engine reads from one prefill engine for a request."""
+    """The reads of a decode engine from a prefill engine for a request."""
 
     prefill: PlannedEngine
     decode: PlannedEngine
     num_tokens: int
     costs: tuple[PairCost, ...]
-    """One entry per pair of ranks."""
+    """Costs, with an entry per pair of ranks."""
     savings: tuple[Saving, ...] = ()
     ways: Mapping[str, Sequence[GroupWay]] = field(default_factory=dict)
-    """Transport → the way of the cells of each pair of groups."""
+    """Transport → the way of the cells for each pair of groups."""
 
     @property
     def prefill_balance(self) -> Balance:
@@ -75,13 +75,13 @@ class EnginePair:
 
     @property
     def decode_balance(self) -> Balance:
-        """Bytes that each decode rank takes."""
+        """Bytes that each decode rank reads."""
         shares = ((cost.target_rank, cost.nbytes) for cost in self.costs)
         return balance_over(shares, self.decode.world_size)
 
     @property
     def link_balance(self) -> Balance:
-        """Bytes between each pair of ranks that has any, in the order of the costs."""
+        """Bytes between each pair of ranks with a transfer, in the order of the costs."""
         return Balance(tuple(cost.nbytes for cost in self.costs))
 
 
@@ -92,17 +92,17 @@ def explain_pair(
     transports: Iterable[type[Transport]] = (),
     device: str = HOST,
 ) -> EnginePair:
-    """The costs of one request, what would lower them, and the way of its cells per transport.
+    """The costs of a request, possible savings, and the way of its cells per transport.
 
     Args:
-        prefill: the engine that is read from.
-        decode: the engine that reads.
-        num_tokens: tokens of the request.
-        transports: those of which the way is told.
-        device: of the decode engine's memory.
+        prefill: the source engine.
+        decode: the target engine.
+        num_tokens: number of tokens of the request.
+        transports: transports for which the way is computed.
+        device: device of the decode engine's memory.
 
     Raises:
-        ValueError: the two can never exchange KV.
+        ValueError: the two engines can never exchange KV.
         ProtocolError, BoundsError: the memory that an engine described does not fit its groups.
     """
     return EnginePair(
@@ -122,7 +122,7 @@ def _ways(
     transports: Iterable[type[Transport]],
     device: str,
 ) -> dict[str, tuple[GroupWay, ...]]:
-    """See ``EnginePair.ways``. Of larger engines a sample of the ranks is looked at."""
+    """Computes ``EnginePair.ways``; for large engines, from a sample of the ranks."""
     ranks = range(0, decode.world_size, -(-decode.world_size // TRIAL_RANKS))
     parts = read_parts(prefill.groups, decode.groups, num_tokens, decode.engine_id, ranks)
     lengths = segment_lengths(parts, prefill.memory, decode.memory)
@@ -148,7 +148,7 @@ def _ways(
 def map_pairs(
     prefill: Sequence[PlannedEngine], decode: Sequence[PlannedEngine], num_tokens: int
 ) -> list[EnginePair]:
-    """Every pair with its costs, without advice.
+    """Every pair of engines with its costs, without savings.
 
     Raises:
         ValueError: two engines can never exchange KV.
@@ -172,7 +172,7 @@ def _costs(prefill: PlannedEngine, decode: PlannedEngine, num_tokens: int) -> tu
 
 
 def layout_text(layout: Layout) -> str:
-    """A layout by its shortest name.
+    """The shortest name of a layout.
 
     >>> layout_text(Layout("KBHND")), layout_text(Layout("BKD"))
     ('HND', 'BKD')
@@ -181,7 +181,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def change_values(change: SideChange) -> dict[str, str | int]:
-    """What to write for one engine, by the keys of a spec."""
+    """The changed values of an engine, by the keys of a spec."""
     values: dict[str, str | int] = {}
     if change.layout is not None:
         values["layout"] = layout_text(change.layout)
@@ -196,7 +196,7 @@ def change_values(change: SideChange) -> dict[str, str | int]:
 
 
 def pair_as_json(pair: EnginePair) -> dict[str, Any]:
-    """Plain data of a pair."""
+    """A pair as plain data for JSON."""
     return {
         "prefill": pair.prefill.name,
         "decode": pair.decode.name,

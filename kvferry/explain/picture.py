@@ -1,6 +1,6 @@
-"""Draws plans: every rank as a map of the model's layers and heads, and who reads what from whom.
+"""Draws plans: each rank as a map of the model's layers and heads, and the reads between ranks.
 
-Region map of one pair, in pixels::
+Region map of a pair, in pixels::
 
     title, the two engines
     +-----------+-----------+                     +-----------+-----------+
@@ -25,14 +25,14 @@ from kvferry.topology import GroupGeometry, ranges_text
 from kvferry.topology.sharding import joined_ranges
 
 MAX_RANKS = 64
-"""Ranks of the largest engine that is drawn; more would be too small to see."""
+"""Maximum number of ranks of an engine in a picture; more ranks would be too small to see."""
 
 WIDTH = 1180.0
 MARGIN = 24.0
 TEXT_WIDTH = 190.0
 MAP_WIDTH = 170.0
 GAP = 14.0
-"""Between one rank and the next."""
+"""Pixels between two neighbouring ranks."""
 
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
@@ -41,7 +41,7 @@ _DIM_WORDS = {"L": "layer", "K": "k/v", "N": "token", "H": "head", "D": "element
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where the map of a rank lies."""
+    """Place of a rank's map."""
 
     x: float
     y: float
@@ -77,7 +77,7 @@ class _Grid:
 
 
 def check_drawable(engines: Sequence[PlannedEngine]) -> None:
-    """Refuses engines that no picture can show, before anything is computed.
+    """Refuses engines that no picture can show, before any computation.
 
     Raises:
         ConfigError: an engine has too many ranks.
@@ -91,7 +91,7 @@ def check_drawable(engines: Sequence[PlannedEngine]) -> None:
 
 
 def draw_pairs(pairs: Sequence[EnginePair], model: ModelInfo) -> str:
-    """An SVG document of some pairs, one below the other."""
+    """An SVG document with pairs of engines, from top to bottom."""
     canvas, y = Canvas(), MARGIN
     for pair in pairs:
         y = _draw_pair(canvas, pair, model, y) + 2 * MARGIN
@@ -100,7 +100,7 @@ def draw_pairs(pairs: Sequence[EnginePair], model: ModelInfo) -> str:
 
 
 def _draw_pair(canvas: Canvas, pair: EnginePair, model: ModelInfo, y: float) -> float:
-    """Draws a pair from ``y`` down and returns where it ends."""
+    """Draws a pair from ``y`` downwards and returns the lower end."""
     right = WIDTH - MARGIN
     canvas.text(
         MARGIN,
@@ -127,7 +127,7 @@ def _draw_pair(canvas: Canvas, pair: EnginePair, model: ModelInfo, y: float) -> 
 
 
 def _frames(pair: EnginePair, top: float) -> tuple[list[_Frame], list[_Frame], float]:
-    """The maps of the prefill ranks, of the decode ranks, and where the lower column ends."""
+    """The maps of the prefill ranks and of the decode ranks, and the end of the lower column."""
     most = max(pair.prefill.world_size, pair.decode.world_size)
     height = max(26.0, min(96.0, 900.0 / most))
     total = most * (height + GAP) - GAP
@@ -143,20 +143,20 @@ def _frames(pair: EnginePair, top: float) -> tuple[list[_Frame], list[_Frame], f
 
 
 def _color(group: GroupGeometry, rank: int) -> str:
-    """A colour per prefill rank: hue by TP rank, lightness by stage."""
+    """The colour of a prefill rank: hue by TP rank, lightness by stage."""
     place, shape = group.rank_coordinates(rank), group.parallel
     stage = place.pp * shape.pcp + place.pcp
     lightness = 0.42 + 0.28 * stage / max(shape.pp * shape.pcp - 1, 1)
-    hue = place.tp * _GOLDEN_RATIO % 1.0  # neighbours differ most, and all differ
+    hue = place.tp * _GOLDEN_RATIO % 1.0  # all hues differ, and neighbours differ most
     channels = colorsys.hls_to_rgb(hue, lightness, 0.62)
     return "#" + "".join(f"{round(channel * 255):02x}" for channel in channels)
 
 
-# ---- what moves --------------------------------------------------------------------------------
+# ---- cells that move ---------------------------------------------------------------------------
 
 
 class _Cells(NamedTuple):
-    """What one decode rank reads from one prefill rank, alike in neighbouring layers."""
+    """Cells that a decode rank reads from a prefill rank, equal for neighbouring layers."""
 
     decode_rank: int
     prefill_rank: int
@@ -196,7 +196,7 @@ def _draw_ribbons(
 ) -> None:
     most = max((*pair.prefill_balance.nbytes, *pair.decode_balance.nbytes, 1))
     scale = givers[0].height / most
-    # Bands leave and enter in the order of the other end, so that few of them cross.
+    # Bands are sorted by their other end, so that few bands cross.
     ends = {}
     for frames, side, other in ((givers, 0, 1), (takers, 1, 0)):
         total = (pair.prefill_balance, pair.decode_balance)[side].nbytes
@@ -222,7 +222,7 @@ def _draw_ribbons(
         if thickness >= 8:
             size = min(10.0, thickness)
             label = f"from {cost.source_rank}"
-            if thickness > size:  # else the label of the rank that reads must do
+            if thickness > size:  # else, the label of the reading rank has to suffice
                 label += f": {bytes_text(cost.nbytes)}"
             canvas.text(right - 6, ends[1, cost] + 0.36 * size, label, size=size, anchor="end")
 
@@ -234,7 +234,7 @@ def _draw_maps(
         canvas.rect(frame.x, frame.y, MAP_WIDTH, frame.height, "#eeeeee")
     for engine, frames in ((pair.prefill, givers), (pair.decode, takers)):
         for rank, frame in enumerate(frames):
-            for layers, heads in _held(engine, rank):  # given or not
+            for layers, heads in _held(engine, rank):  # also layers that no rank reads
                 grid.paint(canvas, frame, layers, heads, "#bbbbbb")
     for cells in _cells(pair):
         color = _color(pair.prefill.groups[0], cells.prefill_rank)
@@ -290,7 +290,7 @@ def _draw_rank_texts(
 
 
 def _heads_text(engine: PlannedEngine, rank: int) -> str:
-    """The heads of a rank; of groups with different heads, those of each."""
+    """The heads of a rank; for groups with different heads, the heads of each group."""
     groups = [group for group in engine.groups if not group.is_recurrent]
     if not groups:
         return "state"
@@ -302,7 +302,7 @@ def _heads_text(engine: PlannedEngine, rank: int) -> str:
 
 
 def _draw_blocks(canvas: Canvas, pair: EnginePair, y: float) -> float:
-    """The blocks of both sides along the first tokens, and the order of what is inside."""
+    """Draws the blocks of both sides along the first tokens, and the order inside a block."""
     sizes = [engine.groups[0].block_size for engine in (pair.prefill, pair.decode)]
     tokens = min(math.lcm(*sizes), 4 * max(sizes))
     left, width = MARGIN + TEXT_WIDTH, WIDTH - 2 * (MARGIN + TEXT_WIDTH)
@@ -325,7 +325,7 @@ def _draw_blocks(canvas: Canvas, pair: EnginePair, y: float) -> float:
 
 
 def _order_text(group: GroupGeometry) -> str:
-    """What lies inside a block, outermost first; by the layout's letters where parts differ."""
+    """The dims inside a block, outermost first; the layout's name if parts differ in order."""
     outer = group.layout.order.partition("B")[2]
     if group.layout.inner_orders:
         return layout_text(group.layout)

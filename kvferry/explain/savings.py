@@ -1,4 +1,4 @@
-"""What would make a transfer cheaper: other shapes are tried, and what helps is kept."""
+"""Cheaper transfers: tries other shapes, and keeps the changes that help."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,18 +8,18 @@ from kvferry.layouts.layout import LAYOUT_NAMES, Layout
 from kvferry.topology.group import GroupGeometry
 
 WORTH = 1.5
-"""A change is named from this many times fewer segments on."""
+"""Minimum factor between the segments before and after a change that is reported."""
 
 TRIAL_TOKENS = 4096
-"""Tokens of the request that is tried at most: counts grow with the tokens, ratios hardly do."""
+"""Maximum number of tokens in a trial: counts grow with the tokens, but ratios hardly change."""
 
 TRIAL_RANKS = 64
-"""Target ranks that are tried at most; of larger engines as many, evenly spaced."""
+"""Maximum number of target ranks in a trial; for larger engines, an evenly spaced sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class SideChange:
-    """What to write for one engine; ``None`` leaves a value as it is."""
+    """Changed values of an engine's configuration; ``None`` keeps a value."""
 
     layout: Layout | None = None
     block_size: int | None = None
@@ -27,14 +27,14 @@ class SideChange:
 
     @property
     def num_values(self) -> int:
-        """Values that change."""
+        """Number of values that change."""
         return sum(value is not None for value in (self.layout, self.block_size, self.tp))
 
     def apply(self, groups: Sequence[GroupGeometry]) -> tuple[GroupGeometry, ...]:
-        """The engine's groups after the change; its block sizes change in proportion.
+        """The engine's groups after the change; block sizes of all groups change in proportion.
 
         Raises:
-            ValueError: an engine cannot be made so.
+            ValueError: no engine can have these values.
         """
         return tuple(self._one(group, groups[0].block_size) for group in groups)
 
@@ -42,7 +42,7 @@ class SideChange:
         size = block_size if self.block_size is None else self.block_size
         tp = group.parallel.tp if self.tp is None else self.tp
         parallel = replace(group.parallel, tp=tp)
-        if group.is_recurrent:  # they lie in their own orders, one to a block of any size
+        if group.is_recurrent:  # states have their own layout, with a state per block of any size
             return replace(group, parallel=parallel)
         return replace(
             group,
@@ -54,26 +54,26 @@ class SideChange:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A change of one engine or of both, and what it saves."""
+    """A change of one or both engines, and its saving."""
 
     source: SideChange
     target: SideChange
     segments: int
-    """Contiguous copies after the change, both block tables shuffled."""
+    """Number of contiguous copies after the change, if both block tables are shuffled."""
     segments_now: int
-    """The same as it is, for the same request."""
+    """Number of contiguous copies without the change, for the same request."""
 
     @property
     def factor(self) -> float:
-        """How many times fewer segments."""
+        """Segments without the change, divided by segments after the change."""
         return self.segments_now / self.segments
 
     @property
     def effort(self) -> tuple[int, int]:
-        """What is to be changed, small before large.
+        """Effort of the change, for sorting: small changes before large changes.
 
-        TP decides more than transfers, and not every engine can keep all layers in one tensor, or k
-        and v packed: what people run anyway comes first.
+        TP affects more than transfers. Not every engine can keep all layers in a tensor, or k and v
+        packed. So layouts that are in common use come first.
         """
         sides = self.source, self.target
         return max(map(_depth, sides)), sum(side.num_values for side in sides)
@@ -90,11 +90,11 @@ def find_savings(
     target: Sequence[GroupGeometry],
     num_tokens: int,
 ) -> tuple[Saving, ...]:
-    """The changes that pay: each saves more than every other one that is no more work.
+    """The changes that pay: each saves more than every other change with no more effort.
 
-    Tried are every layout with a name and those in use on both sides, either side's block size and
-    (unless only a sample of the ranks is tried) TP on both sides, and the best layouts together
-    with either block size.
+    The function tries every named layout and the layouts of both sides, the block size of either
+    side for the other, and the TP of either side for the other (unless only a sample of the ranks
+    is tried). It also tries the best layouts together with either block size.
 
     >>> from kvferry.topology import EngineGeometry, ParallelShape
     >>> hnd = EngineGeometry(num_layers=2, num_kv_heads=4, head_size=8, dtype="float32",
@@ -105,12 +105,12 @@ def find_savings(
     ('KBHND', 64.0)
 
     Args:
-        source: the groups of the engine that is read from.
-        target: the groups of the engine that reads.
-        num_tokens: tokens of the request.
+        source: the groups of the source engine.
+        target: the groups of the target engine.
+        num_tokens: number of tokens of the request.
 
     Returns:
-        The least work first. Empty where nothing tried saves a third of the segments.
+        The savings, least effort first; empty if no tried change saves a third of the segments.
 
     Raises:
         ValueError: the geometries can never match.
@@ -130,8 +130,8 @@ def find_savings(
             try:
                 moved, segments = count(one.apply(source), two.apply(target))
             except ValueError:
-                continue  # no such engine: a layout without tokens or heads, say
-            if moved == nbytes:  # else the engines hold other cells, which is no saving
+                continue  # an impossible engine, for example a layout without tokens or heads
+            if moved == nbytes:  # otherwise the engines hold other cells, which is no saving
                 yield Saving(one, two, segments, now)
 
     layouts = _worthwhile(tried(_layout_changes(source[0], target[0])))
@@ -177,7 +177,7 @@ def _tp_changes(
 
 
 def _worthwhile(savings: Iterable[Saving]) -> list[Saving]:
-    """Those that save clearly more than any that is no more work, the least work first."""
+    """Savings that clearly exceed all savings with no more effort; least effort first."""
     kept: list[Saving] = []
     for saving in sorted(savings, key=lambda saving: (*saving.effort, saving.segments)):
         if saving.factor >= WORTH * max((one.factor for one in kept), default=1.0):

@@ -1,4 +1,4 @@
-"""A plan in words: the engines, what differs between them, its balance, what would cost less."""
+"""A plan in words: the engines, their differences, the balance, and cheaper shapes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from kvferry.topology import EngineGeometry, GroupGeometry, pair_groups, ranges_
 
 
 def engine_text(engine: PlannedEngine) -> str:
-    """An engine in one line."""
+    """An engine in a single line."""
     group = engine.groups[0]
     axes = [
         f"{axis} {getattr(group.parallel, axis)}"
@@ -45,7 +45,7 @@ def cells_text(group: GroupGeometry) -> str:
 
 
 def kept_text(group: GroupGeometry) -> str:
-    """What of a request a group keeps."""
+    """The part of a request that a group keeps."""
     if group.is_recurrent:
         return "the state after the last token"
     if group.sliding_window is not None:
@@ -55,11 +55,11 @@ def kept_text(group: GroupGeometry) -> str:
     return "all tokens"
 
 
-# ---- what differs, and what becomes of it on the way ---------------------------------------------
+# ---- differences, and their treatment on the way -------------------------------------------------
 
 
 def difference_texts(pair: EnginePair) -> list[str]:
-    """One sentence per difference that shapes the transfer of a pair; none where they are alike."""
+    """A sentence per difference that affects the transfer of a pair; empty for equal engines."""
     prefill, decode = pair.prefill.groups[0], pair.decode.groups[0]
     return [
         *_layouts(prefill, decode),
@@ -83,11 +83,11 @@ def _layouts(prefill: GroupGeometry, decode: GroupGeometry) -> Iterator[str]:
 
 
 def _alike(group: GroupGeometry, layout: Layout) -> bool:
-    """Whether no rank has a second head whose place would tell the group's layout from another."""
+    """Whether both layouts have equal strides because every rank has a single head."""
     try:
         other = replace(group, layout=layout)
     except ValueError:
-        return False  # it cannot hold these cells
+        return False  # the layout cannot hold these cells
     ranks = range(group.parallel.tp)
     return all(
         len(group.heads(rank)) == 1 and _without_head(group, rank) == _without_head(other, rank)
@@ -125,7 +125,7 @@ def _contexts(prefill: GroupGeometry, decode: GroupGeometry) -> Iterator[str]:
 
 
 def _replicas(pair: EnginePair) -> Iterator[str]:
-    """What several ranks of a side hold, for each number of KV heads that layers have."""
+    """Sentences about replicas, for each number of KV heads in the layers."""
     for side, engine in (("prefill", pair.prefill), ("decode", pair.decode)):
         by_heads: dict[int, list[int]] = {}
         for group in engine.groups:
@@ -181,7 +181,7 @@ def _stages(pair: EnginePair) -> Iterator[str]:
 
 
 def _stage_text(engine: PlannedEngine) -> str:
-    """The layers of each stage, whatever groups they are in."""
+    """The layers of each stage, over all groups."""
     parallel = engine.groups[0].parallel
     per_stage = parallel.pcp * parallel.tp
     return " | ".join(
@@ -219,11 +219,11 @@ def _windows(pair: EnginePair) -> Iterator[str]:
         )
 
 
-# ---- what it costs, and what would cost less -----------------------------------------------------
+# ---- costs and savings ---------------------------------------------------------------------------
 
 
 def balance_texts(pair: EnginePair) -> list[str]:
-    """How evenly a request's bytes are spread over the ranks of each side and over the links."""
+    """The distribution of a request's bytes over the ranks of each side and over the links."""
     return [
         f"prefill ranks: {_balance_text(pair.prefill_balance)}",
         f"decode ranks: {_balance_text(pair.decode_balance)}",
@@ -243,7 +243,7 @@ def _balance_text(balance: Balance) -> str:
 
 
 def saving_texts(pair: EnginePair) -> list[str]:
-    """One sentence per change that would save segments; none where nothing that was tried does."""
+    """A sentence per change that saves segments; empty if no tried change does."""
     return [
         f"{_changes_text(saving.source, saving.target)}: {_factor_text(saving.factor)} times fewer "
         "segments"
@@ -252,7 +252,7 @@ def saving_texts(pair: EnginePair) -> list[str]:
 
 
 def _changes_text(prefill: SideChange, decode: SideChange) -> str:
-    """What to write, and where; a value that both get is said once."""
+    """The values to write for each side; a value for both sides is named once."""
     values = {"prefill": change_values(prefill), "decode": change_values(decode)}
     shared = dict(values["prefill"].items() & values["decode"].items())
     sides = {"both sides": shared} | {
@@ -274,7 +274,7 @@ def _factor_text(factor: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes.
+    """A number of bytes in words.
 
     >>> bytes_text(0), bytes_text(2048), bytes_text(3_500_000)
     ('0 B', '2.0 KiB', '3.3 MiB')
@@ -289,7 +289,7 @@ def bytes_text(count: float) -> str:
 
 
 def layers_text(layers: Sequence[int]) -> str:
-    """Ascending layers; those that a replica gives in turn with others are told by their step.
+    """Ascending layers in words; layers at regular steps (of a replica) are shortened.
 
     >>> layers_text([0, 1, 2, 5]), layers_text([1, 3, 5, 7, 9])
     ('0-2, 5', '1, 3 ... 9')

@@ -1,14 +1,14 @@
-"""Just enough SVG for pictures of plans: rectangles, ribbons and text, with tooltips."""
+"""A minimal SVG writer for pictures of plans: rectangles, ribbons and text, with tooltips."""
 
 from xml.sax.saxutils import escape, quoteattr
 
 FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 
 _LEAD = 30.0
-"""Pixels at each end of a ribbon that are straight, so that a label fits on it."""
+"""Length in pixels of the straight part at each end of a ribbon, which a label fits on."""
 
 HATCHED = "url(#hatch)"
-"""A fill of white stripes."""
+"""A fill with white stripes."""
 
 _HATCH = (
     '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -17,7 +17,7 @@ _HATCH = (
 
 
 class Canvas:
-    """Shapes in the order in which they are painted; all lengths are pixels."""
+    """Shapes in the order in which they are painted; all lengths are in pixels."""
 
     def __init__(self) -> None:
         self._shapes: list[str] = []
@@ -34,7 +34,7 @@ class Canvas:
         stroke: str = "none",
         tip: str = "",
     ) -> None:
-        """A rectangle; ``tip`` is shown by a browser under the pointer."""
+        """Adds a rectangle; browsers show ``tip`` under the pointer."""
         self._add(
             f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
             f'fill="{fill}" fill-opacity="{opacity:g}" stroke="{stroke}"',
@@ -51,7 +51,7 @@ class Canvas:
         *,
         tip: str = "",
     ) -> None:
-        """A band between the middles of its two vertical ends, straight for a little at each."""
+        """Adds a band between two points, which are the middles of its vertical ends."""
         (x0, y0), (x1, y1) = start, end
         left, right, half = x0 + _LEAD, x1 - _LEAD, thickness / 2
         middle = (left + right) / 2
@@ -80,7 +80,7 @@ class Canvas:
         bold: bool = False,
         color: str = "#222222",
     ) -> None:
-        """One line of text; ``y`` is its baseline, ``anchor`` start, middle or end."""
+        """Adds a line of text; ``y`` is its baseline, ``anchor`` is start, middle or end."""
         weight = ' font-weight="bold"' if bold else ""
         self._shapes.append(
             f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" text-anchor="{anchor}" '
@@ -88,7 +88,7 @@ class Canvas:
         )
 
     def document(self, width: float, height: float, title: str) -> str:
-        """The whole file."""
+        """The whole SVG file."""
         size = f'width="{width:.0f}" height="{height:.0f}"'
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {width:.0f} '

@@ -1,16 +1,16 @@
-"""Where cells lie: layouts, and the copier that moves strided boxes between them.
+"""Where cells lie: layouts, and the copier that moves strided boxes between memories.
 
 Lay out, tile, copy::
 
     Layout            the order of a tensor's dims           layout.py
     Tiles, Runs       strided boxes × block ids              tiles.py
-    check_bounds      do they stay inside their memory?      bounds.py
-    copy_tiles        copy them now; CopyJob in chunks       copier.py, chunks.py
-    copy_tiles_device the same by a GPU, in one launch       copier_triton.py
-    stage             through a dense buffer, for wires      staging.py
-    expand            as single contiguous copies            copier.py
+    check_bounds      checks that copies stay in bounds      bounds.py
+    copy_tiles        copies at once; CopyJob in chunks      copier.py, chunks.py
+    copy_tiles_device copies on a GPU, in one launch         copier_triton.py
+    stage             goes through a dense buffer, for wires staging.py
+    expand            lists single contiguous copies         copier.py
     Repack            a permutation of blocks in place       repack.py
-    run_repack        do it now, on the host or a device     postprocess.py
+    run_repack        runs a repack on host or device        postprocess.py
     copy_kv_blocks    blocks between device and host         block_copies.py
 """
 

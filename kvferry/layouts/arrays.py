@@ -1,40 +1,44 @@
 """NumPy arrays and torch tensors as numbers: address, strides, storage."""
 
 import ctypes
+import mmap
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+ByteArray = npt.NDArray[np.uint8]
+"""An array of bytes in host memory."""
+
 HOST = "cpu"
-"""The device of host memory."""
+"""Name of the device of host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySpan:
-    """Bytes side by side in the memory of one device. Whoever owns them keeps them alive.
+    """Contiguous bytes in the memory of one device. The owner of the bytes keeps them alive.
 
-    One on a CUDA device is an array to all who know its array interface: ``torch.as_tensor(span)``
-    is the same memory.
+    Libraries that know the CUDA array interface take a span on a CUDA device as an array:
+    ``torch.as_tensor(span)`` is the same memory.
     """
 
     address: int
-    """In this process."""
+    """Address of the first byte in this process."""
     nbytes: int
     device: str
-    """``cpu`` for host memory, or for example ``cuda:0``."""
+    """Name of the device: ``cpu`` for host memory, or for example ``cuda:0``."""
 
     @property
     def is_host(self) -> bool:
-        """Whether the host may touch it."""
+        """Whether the bytes are in host memory."""
         return self.device == HOST
 
-    def as_array(self) -> npt.NDArray[np.uint8]:
-        """The same bytes as an array.
+    def as_array(self) -> ByteArray:
+        """An array over the bytes.
 
         Raises:
-            ValueError: they are not in host memory.
+            ValueError: the bytes are not in host memory.
         """
         if not self.is_host:
             raise ValueError(f"expected host memory, got {self.nbytes} bytes on {self.device}")
@@ -54,32 +58,35 @@ class MemorySpan:
 
 @dataclass(frozen=True, slots=True)
 class ArrayView:
-    """Where an array lies. Addresses are of this process; sizes are bytes."""
+    """Where an array lies. Addresses are addresses of this process; sizes are bytes."""
 
     address: int
-    """Of the element with index 0 everywhere."""
+    """Address of the element with index 0 in each dim."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Bytes per dim; may be negative."""
+    """Number of bytes between neighbours along each dim; may be negative."""
     dtype: str
-    """Bare name, for example ``bfloat16``."""
+    """Bare name of the dtype, for example ``bfloat16``."""
     itemsize: int
     storage: tuple[int, int]
-    """First address and size of the allocation it is a view of, as far as that is known."""
+    """First address and number of bytes of the array's allocation, as far as known."""
     writable: bool
     device: str = HOST
-    """``cpu`` for host memory, or for example ``cuda:0``."""
+    """Name of the device: ``cpu`` for host memory, or for example ``cuda:0``."""
 
 
 def view_of(array: Any) -> ArrayView:
-    """Where a NumPy array or a torch tensor lies. torch is imported only if it is not an array.
+    """Where a NumPy array or a torch tensor lies. Imports torch only for other types than arrays.
 
-    Memory of a device is not touched.
+    Memory of a device is not touched. An :class:`ArrayView` is returned as given; so a view can
+    stand for an array of another library.
 
     Raises:
-        TypeError: neither of the two.
+        TypeError: ``array`` is none of these.
         ValueError: a torch tensor that is neither in host memory nor on a CUDA device.
     """
+    if isinstance(array, ArrayView):
+        return array
     if isinstance(array, np.ndarray):
         return _view_of_array(array)
     import torch
@@ -123,6 +130,11 @@ def _view_of_array(array: npt.NDArray[Any]) -> ArrayView:
     )
 
 
-def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Host memory as bytes. Whoever owns the memory keeps it alive."""
+def bytes_at(address: int, nbytes: int) -> ByteArray:
+    """Host memory as an array of bytes. The owner of the memory keeps the memory alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def whole_pages(nbytes: int) -> ByteArray:
+    """New host memory that can be pinned: page-aligned, and sharing no page with other memory."""
+    return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)

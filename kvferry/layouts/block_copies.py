@@ -24,11 +24,11 @@ def copy_kv_blocks(
     *,
     block_dim: int | None = None,
 ) -> None:
-    """Copies blocks between caches of a device and of the host; done when it returns.
+    """Copies blocks between caches of a device and of the host; complete at return.
 
-    On a CUDA device it works on a stream of its own, after what the current stream holds so far,
-    in dense chunks through pinned memory, so that the device's part of one and the host's part of
-    another overlap. Between two caches in host memory it is one strided copy.
+    On a CUDA device, the copy uses a private stream, after all work enqueued so far on the current
+    stream. Dense chunks go through pinned memory, so the device's work on a chunk overlaps with the
+    host's work on another. Between two caches in host memory, there is a single strided copy.
 
     >>> host, device = np.zeros((3, 2)), np.arange(6.0).reshape(3, 2)
     >>> copy_kv_blocks({"layer.0": device}, {"layer.0": host}, [1, 2], [2, 0], "d2h")
@@ -39,15 +39,15 @@ def copy_kv_blocks(
 
     Args:
         src_kv_caches: layer name → tensor (or NumPy array in host memory).
-        dst_kv_caches: the same layers, each with the same shape but for the number of blocks.
+        dst_kv_caches: the same layers; only the number of blocks may differ.
         src_block_ids: blocks to copy.
-        dst_block_ids: where to; each at most once.
+        dst_block_ids: target block of each source block; each id at most once.
         direction: ``h2d``, host to device, or ``d2h``.
-        block_dim: which dim counts blocks. By default the first, and the second where a tensor has
-            five dims of which the first is 2: K and V one after the other.
+        block_dim: index of the dim of blocks. By default 0; or 1 for a tensor of five dims with a
+            first dim of 2, for K and V.
 
     Raises:
-        ValueError: an unknown direction or one that does not fit the devices, tables of unequal
+        ValueError: a direction that is unknown or does not fit the devices, tables of unequal
             length, missing layers, shapes or dtypes that do not fit, a target block named twice.
         BlockIdError: a block id lies outside a tensor.
     """
@@ -112,7 +112,7 @@ def _views(
     target_ids: Sequence[int],
     block_dim: int | None,
 ) -> list[tuple[ArrayView, ArrayView, int]]:
-    """Source, target and the dim of blocks of each layer."""
+    """Source, target and index of the dim of blocks for each layer."""
     found = []
     for name in sources:
         source, target = view_of(sources[name]), view_of(targets[name])
@@ -139,7 +139,7 @@ def _tables(
     source_ids: Sequence[int],
     target_ids: Sequence[int],
 ) -> Iterator[tuple[Tiles, Runs]]:
-    """The copies as tiles × runs, one pair of tables per extent of the dim that is the token's."""
+    """The copies as tiles × runs, with a pair of tables per extent of the dim used for tokens."""
     runs = blank_runs(len(source_ids))
     runs["source_block"], runs["target_block"] = source_ids, target_ids
     rows = [row for index, pair in enumerate(views) for row in _tiles(index, *pair)]
@@ -151,7 +151,7 @@ def _tables(
 def _tiles(
     index: int, source: ArrayView, target: ArrayView, block_dim: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Token extent and tile of each box of at most three dims of one tensor's blocks."""
+    """Boxes of at most three dims of one tensor's blocks: extent of the token dim, and tile."""
     dims = [dim for dim in range(len(source.shape)) if dim != block_dim]
     outer, inner = dims[:-3], dims[-3:]
     extents = [1] * (3 - len(inner)) + [source.shape[dim] for dim in inner]

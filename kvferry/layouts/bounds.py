@@ -1,4 +1,4 @@
-"""Whether copies stay inside the memory they speak of, whoever wrote their numbers."""
+"""Checks that copies stay inside their memory, even if a peer wrote the numbers."""
 
 from collections.abc import Sequence
 
@@ -22,9 +22,10 @@ def check_bounds(
     Args:
         tiles: a 1-d array of ``TILE_DTYPE``.
         runs: a 1-d array of ``RUN_DTYPE``.
-        source_region_bytes: size of each source region in bytes; ``None`` leaves the source
-            side unchecked (its owner checks it).
-        target_region_bytes: the same for the target side.
+        source_region_bytes: size of each source region in bytes; ``None`` leaves the source side
+            unchecked (its owner checks).
+        target_region_bytes: size of each target region in bytes; ``None`` leaves the target side
+            unchecked.
 
     Raises:
         BoundsError: an extent below 1, an unknown region, or an address outside its region; the
@@ -35,23 +36,39 @@ def check_bounds(
             f"tiles and runs are tables of TILE_DTYPE and RUN_DTYPE, got {tiles.dtype} with "
             f"{tiles.ndim} dims and {runs.dtype} with {runs.ndim} dims"
         )
-    rows = as_rows(tiles, TILE_DTYPE), as_rows(runs, RUN_DTYPE)
-    for side, sizes in (("source", source_region_bytes), ("target", target_region_bytes)):
-        problem = _problem(*rows, side, sizes)
-        if problem:
-            raise BoundsError(problem)
+    problem = _problem(
+        as_rows(tiles, TILE_DTYPE), as_rows(runs, RUN_DTYPE),
+        source_region_bytes, target_region_bytes,
+    )  # fmt: skip
+    if problem:
+        raise BoundsError(problem)
 
 
-def _problem(tiles: Tiles, runs: Runs, side: str, sizes: Sequence[int] | Int64s | None) -> str:
-    """What is wrong on one side; empty if nothing is."""
+def warm_bounds() -> None:
+    """Compiles the kernel, or loads it from disk, so that the first copy does not wait."""
+    check_bounds(np.empty(0, dtype=TILE_DTYPE), np.empty(0, dtype=RUN_DTYPE), (), ())
+
+
+def _problem(
+    tiles: Tiles,
+    runs: Runs,
+    source_region_bytes: Sequence[int] | Int64s | None,
+    target_region_bytes: Sequence[int] | Int64s | None,
+) -> str:
+    """The error in the tables; empty if there is none."""
     from kvferry.layouts import bounds_kernels as found  # compiles; planning alone need not
 
-    region_bytes = np.array(() if sizes is None else sizes, dtype=np.int64)
-    kind, row, low, high = found.find_problem(
-        tiles, runs, region_bytes, side == "source", sizes is not None
+    source_bytes, target_bytes = (
+        np.array(() if each is None else each, dtype=np.int64)
+        for each in (source_region_bytes, target_region_bytes)
     )
+    on_source, kind, row, low, high = found.find_problem(
+        tiles, runs, source_bytes, target_bytes,
+        source_region_bytes is not None, target_region_bytes is not None,
+    )  # fmt: skip
     if kind == found.FINE:
         return ""
+    side, region_bytes = ("source", source_bytes) if on_source else ("target", target_bytes)
     if kind == found.BAD_RUN:
         values = _values(runs[row], "tokens", f"{side}_step", f"{side}_block", f"{side}_token")
         return f"run {row}: {values}; tokens and steps are 1 or more, places 0 or more"

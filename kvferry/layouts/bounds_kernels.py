@@ -5,31 +5,49 @@ from typing import Any
 from kvferry.layouts.compiled import kernel
 from kvferry.layouts.tiles import ADDRESS_LIMIT
 
-#: What :func:`find_problem` finds.
+#: Kinds of problems that :func:`find_problem` finds.
 FINE, BAD_RUN, BAD_EXTENT, TOO_FAR, NO_REGION, OUTSIDE, TOO_MANY = range(7)
 
 MOST_LOOKS = 64
-"""Tiles for which every run is looked at, because their highest block and token together, which no
-run may have, would lie outside."""
+"""Number of tiles for which every run is checked separately. Such a tile has a combination of its
+highest block and highest token that lies outside, although perhaps no run has this combination."""
 
 
 @kernel
 def find_problem(
-    tiles: Any, runs: Any, region_bytes: Any, source: bool, has_sizes: bool
-) -> tuple[int, int, int, int]:
-    """The first row that must be refused, in about a microsecond where there is none.
+    tiles: Any,
+    runs: Any,
+    source_bytes: Any,
+    target_bytes: Any,
+    has_source: bool,
+    has_target: bool,
+) -> tuple[bool, int, int, int, int]:
+    """The first row that must be refused; takes about a microsecond if there is none.
 
     Args:
         tiles: rows of ``TILE_DTYPE``.
         runs: rows of ``RUN_DTYPE``.
-        region_bytes: int64, of each region of one side.
-        source: which side.
-        has_sizes: whether addresses are checked, and not the extents alone.
+        source_bytes: int64, number of bytes of each region of the source.
+        target_bytes: int64, number of bytes of each region of the target.
+        has_source: whether to check addresses of the source; otherwise only extents.
+        has_target: whether to check addresses of the target; otherwise only extents.
 
     Returns:
-        What is wrong, in which row, and for :data:`OUTSIDE` and :data:`TOO_MANY` the first byte
-        and the one after the last.
+        Whether the problem is on the source's side; kind of the problem and number of its row; for
+            :data:`OUTSIDE` and :data:`TOO_MANY`, the first byte and the byte after the last.
     """
+    kind, row, low, high = _find_on_side(tiles, runs, source_bytes, True, has_source)
+    if kind != FINE:
+        return True, kind, row, low, high
+    kind, row, low, high = _find_on_side(tiles, runs, target_bytes, False, has_target)
+    return False, kind, row, low, high
+
+
+@kernel
+def _find_on_side(
+    tiles: Any, runs: Any, region_bytes: Any, source: bool, has_sizes: bool
+) -> tuple[int, int, int, int]:
+    """The first problem on one side, as :func:`find_problem` returns it, without the side."""
     for r in range(len(runs)):
         block, token, step = _run_side(runs[r], source)
         if runs[r].tokens < 1 or step < 1 or (has_sizes and (block < 0 or token < 0)):
@@ -46,11 +64,11 @@ def find_problem(
 def _find_outside(
     tiles: Any, runs: Any, region_bytes: Any, source: bool
 ) -> tuple[int, int, int, int]:
-    """The same for addresses.
+    """The first problem with an address on one side.
 
-    In time linear in tiles and runs together, whoever wrote them: where all blocks and tokens
-    between the lowest and the highest lie inside, so do those of the runs. Only where they do not
-    are the runs looked at one by one, which is done for :data:`MOST_LOOKS` tiles at most.
+    The time is linear in tiles plus runs, whatever a peer wrote. If all blocks and tokens between
+    the lowest and the highest lie inside, then all runs lie inside. Only otherwise is each run
+    checked by itself, for at most :data:`MOST_LOOKS` tiles.
     """
     first_block, last_block, first_token, last_token = _reach(runs, source)
     looks = 0

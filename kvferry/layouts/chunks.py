@@ -1,10 +1,10 @@
-"""Copies in chunks: cut once, taken natively by any number of threads.
+"""Copies in chunks: cut once, then taken by several threads in native code.
 
-A chunk is some neighbouring tiles times some neighbouring runs. Threads take chunks off a shared
-counter with one atomic instruction, inside a kernel that holds no interpreter lock, so a thread
-asks for the lock once per turn and not once per chunk. What all of them share is one row of
-:data:`PROGRESS_DTYPE`, which may be read at any time. A kernel that moves chunks in a way of its
-own has the same loop as :func:`copy_chunks`::
+A chunk is some neighbouring tiles times some neighbouring runs. Threads take chunks from a shared
+counter with a single atomic instruction, inside a kernel that holds no interpreter lock. So a
+thread asks for the lock once per turn and not once per chunk. All threads share a single row of
+:data:`PROGRESS_DTYPE`, which may be read at any time. A kernel that moves chunks in another way
+uses the same loop as :func:`copy_chunks`::
 
     enter(progress)
     copied = 0
@@ -34,7 +34,8 @@ CHUNK_DTYPE = np.dtype(
         ("nbytes", np.int64),
     ]
 )
-"""One chunk: the tiles and the runs from the first to before the end, and its bytes."""
+"""A chunk: its tiles and its runs, each from the first to before the end, and its number of
+bytes."""
 
 PROGRESS_DTYPE = np.dtype(
     [
@@ -45,25 +46,26 @@ PROGRESS_DTYPE = np.dtype(
         ("segments", np.int64),
     ]
 )
-"""What the threads of one copy share: the number of the chunk that is taken next, how many threads
-are in a kernel of it, whether no chunk may be taken any more, and what complete chunks came to."""
+"""State that the threads of a copy share: number of the next chunk to take; number of threads
+inside a kernel of the copy; whether no more chunks may be taken; bytes and segments of complete
+chunks."""
 
 Chunks: TypeAlias = npt.NDArray[np.void]
 """A 1-d array of :data:`CHUNK_DTYPE`."""
 
 
 class ChunkedCopy(ABC):
-    """Tiles × runs and their chunks, which any number of threads may copy together.
+    """Tiles × runs and their chunks, which several threads may copy together.
 
-    Every chunk is taken by exactly one call of :meth:`step`. After :meth:`cancel` no chunk is
-    taken; once the copy is terminal, nothing of it can land any more.
+    Exactly one call of :meth:`step` takes each chunk. After :meth:`cancel` no chunk is taken. Once
+    the copy is terminal, no byte of the copy can land any more.
     """
 
     def __init__(self, tiles: Tiles, runs: Runs, chunk_bytes: int) -> None:
         """Args:
         tiles: a 1-d array of ``TILE_DTYPE``.
         runs: a 1-d array of ``RUN_DTYPE``.
-        chunk_bytes: about how many bytes are copied between two looks at :meth:`cancel`.
+        chunk_bytes: approximate number of bytes copied between two checks for :meth:`cancel`.
 
         Raises:
             ValueError: ``chunk_bytes`` is less than 1, or rows of another dtype.
@@ -73,34 +75,34 @@ class ChunkedCopy(ABC):
         self._chunks = cut_chunks(self._tiles, self._runs, chunk_bytes)
         self._progress = np.zeros(1, dtype=PROGRESS_DTYPE)
         self.nbytes = sum(self._chunks["nbytes"].tolist())
-        """Bytes to copy."""
+        """Number of bytes to copy."""
 
     @abstractmethod
     def step(self, nbytes: int) -> bool:
-        """Copies chunks until about ``nbytes`` bytes are copied by this call, at least one chunk.
+        """Copies chunks until this call has copied about ``nbytes`` bytes, at least one chunk.
 
-        Returns early when no chunk is left or the copy is cancelled.
+        Returns early if no chunk is left or the copy is cancelled.
 
         Returns:
             Whether chunks are left to take.
 
         Raises:
-            KVFerryError: a chunk cannot be copied; some of its bytes may be there.
+            KVFerryError: a chunk cannot be copied; some of its bytes may be in place.
         """
 
     @property
     def num_chunks(self) -> int:
-        """Chunks in all; 0 if there is nothing to copy."""
+        """Number of chunks; 0 if there is nothing to copy."""
         return len(self._chunks)
 
     @property
     def bytes_done(self) -> int:
-        """Bytes of the chunks that are complete."""
+        """Number of bytes of the complete chunks."""
         return int(self._progress["bytes_done"][0])
 
     @property
     def segments(self) -> int:
-        """Contiguous copies that the complete chunks made."""
+        """Number of contiguous copies that the complete chunks made."""
         return int(self._progress["segments"][0])
 
     def cancel(self) -> None:
@@ -109,7 +111,7 @@ class ChunkedCopy(ABC):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether no chunk is being copied and none will be."""
+        """Whether no chunk is being copied and no chunk will be."""
         over: bool = is_over(self._progress, len(self._chunks))
         return over
 
@@ -118,7 +120,7 @@ def cut_chunks(tiles: Tiles, runs: Runs, chunk_bytes: int) -> Chunks:
     """Cuts tiles × runs into chunks of about ``chunk_bytes``, tile after tile.
 
     Together the chunks cover every tile and run exactly once. A single run of a single tile is
-    never cut, so one that is larger makes a larger chunk.
+    never cut, so a larger run makes a larger chunk.
 
     Raises:
         ValueError: ``chunk_bytes`` is less than 1, or rows of another dtype.
@@ -135,7 +137,7 @@ def cut_chunks(tiles: Tiles, runs: Runs, chunk_bytes: int) -> Chunks:
 
 
 def chunk_slices(chunks: Chunks) -> list[tuple[slice, slice]]:
-    """The tiles and the runs of each chunk, for whoever hands them on one by one."""
+    """The tiles and the runs of each chunk as slices."""
     return [
         (slice(first_tile, end_tile), slice(first_run, end_run))
         for first_tile, end_tile, first_run, end_run, _ in chunks.tolist()
@@ -144,7 +146,7 @@ def chunk_slices(chunks: Chunks) -> list[tuple[slice, slice]]:
 
 @kernel
 def list_chunks(tiles: Any, runs: Any, chunk_bytes: int, out: Any) -> int:
-    """Writes the chunks into ``out``, as many as have room; returns how many there are."""
+    """Writes the chunks into ``out``, as many as fit; returns the number of all chunks."""
     count, first, held = 0, 0, 0
     tokens = count_tokens(runs)
     if tokens == 0:
@@ -191,13 +193,13 @@ def _put(
 
 @kernel
 def enter(progress: Any) -> None:
-    """The calling thread begins to copy; it must call :func:`leave`."""
+    """Counts the calling thread as copying; the thread must call :func:`leave`."""
     atomic_add(progress.active, 1)
 
 
 @kernel
 def take(progress: Any, count: int) -> int:
-    """Number of a chunk that the calling thread copies now; -1 if it must take none."""
+    """Number of the chunk for the calling thread to copy; -1 if the thread must take no chunk."""
     if atomic_load(progress.cancelled) != 0:
         return -1
     number: int = atomic_add(progress.next_chunk, 1)
@@ -206,7 +208,7 @@ def take(progress: Any, count: int) -> int:
 
 @kernel
 def end(progress: Any, chunk: Any, segments: int) -> int:
-    """The calling thread has copied a chunk it took; returns its bytes."""
+    """Counts a copied chunk of the calling thread as complete; returns its number of bytes."""
     atomic_add(progress.segments, segments)
     atomic_add(progress.bytes_done, chunk.nbytes)
     nbytes: int = chunk.nbytes
@@ -215,7 +217,7 @@ def end(progress: Any, chunk: Any, segments: int) -> int:
 
 @kernel
 def leave(progress: Any, count: int) -> bool:
-    """The calling thread copies no more for now; returns whether chunks are left to take."""
+    """Counts the calling thread as no longer copying; returns whether chunks are left to take."""
     atomic_add(progress.active, -1)
     left: bool = atomic_load(progress.cancelled) == 0 and atomic_load(progress.next_chunk) < count
     return left
@@ -223,14 +225,14 @@ def leave(progress: Any, count: int) -> bool:
 
 @kernel
 def cancel(progress: Any) -> None:
-    """Lets nobody take a chunk any more."""
+    """Keeps threads from taking more chunks."""
     atomic_add(progress.cancelled, 1)
 
 
 @kernel
 def is_over(progress: Any, count: int) -> bool:
-    """Whether no chunk can be taken and nobody copies one."""
-    # In this order: whoever enters later finds no chunk.
+    """Whether no chunk can be taken and no thread copies a chunk."""
+    # In this order: a thread that enters later finds no chunk.
     none_left: bool = (
         atomic_load(progress.cancelled) != 0 or atomic_load(progress.next_chunk) >= count
     )
@@ -248,7 +250,7 @@ def copy_chunks(
     nbytes: int,
     stream: bool,
 ) -> bool:
-    """Copies chunks until about ``nbytes`` bytes are copied; returns whether any are left.
+    """Copies chunks until about ``nbytes`` bytes are copied; returns whether any chunks are left.
 
     Args:
         source_addresses: int64, address of each source region.
@@ -256,8 +258,8 @@ def copy_chunks(
         tiles: rows of ``TILE_DTYPE``.
         runs: rows of ``RUN_DTYPE``.
         chunks: rows of ``CHUNK_DTYPE``.
-        progress: the one row of ``PROGRESS_DTYPE`` of this copy.
-        nbytes: no chunk is begun once so many are copied.
+        progress: the single row of ``PROGRESS_DTYPE`` of this copy.
+        nbytes: number of bytes after which no new chunk begins.
         stream: whether stores go around the cache.
     """
     dims = np.empty(3, DIM_DTYPE)

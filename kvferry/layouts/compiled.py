@@ -1,4 +1,4 @@
-"""How kernels are compiled, and kept on disk."""
+"""How kernels are compiled and cached on disk."""
 
 import contextlib
 import hashlib
@@ -29,29 +29,49 @@ def kernel(function: _Function) -> _Function:
 
 
 def is_kept() -> bool:
-    """Whether all that this process has compiled was found on disk or is there now."""
+    """Whether all kernels of this process were found on disk or are now on disk."""
     return not _Cache.failed
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]
-    """What is kept of one kernel: found in any of its folders, written to the first that allows it.
+class KernelFiles(IndexDataCacheFile):  # type: ignore[misc]
+    """The files of a kernel in one folder; each result has a file that its key names.
 
-    It differs from Numba's own in three ways. A process that may write no folder goes on without;
-    Numba's raises as soon as the function is defined. A folder that cannot be written is read, so
-    that what was compiled while an image was built is of use to any user. A result counts as long
-    as the sources say the same: Numba's own does not look at what is compiled into the function,
-    and looks at the time of the file, which changes when the layers of an image are unpacked.
+    Numba numbers the files of the results. Two processes that save different results at the same
+    time choose the same number, and one of them would later run the code of the other.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        """Saves a result under its key. If processes save at once, the index may lose a result,
+        which is compiled again then.
+        """
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        name = self._data_name_pattern.replace("{number:d}", digest)
+        self._save_data(name, data)
+        self._save_index({**self._load_index(), key: name})
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """Disk cache of a kernel: read from any of its folders, written to the first writable folder.
+
+    This class differs from Numba's own cache in three ways. A process without a writable folder
+    goes on without a cache; Numba's cache raises as soon as the function is defined. Folders that
+    cannot be written are still read, so that all users can use kernels compiled while an image was
+    built. A result is valid as long as the sources have the same text. Numba's cache ignores the
+    kernels that are compiled into the function, and looks at the time of the file, which changes
+    when the layers of an image are unpacked.
     """
 
     failed: ClassVar[bool] = False
-    """Whether this process compiled what it cannot keep, and has said so."""
+    """Whether this process has compiled a kernel that cannot be cached, and has logged a
+    warning."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        # Numba's own is left out: it looks for a folder that can be written, and raises.
+        # Numba's __init__ is left out: it looks for a writable folder, and raises without one.
         self._py_func = function
         code, version = function.__code__, sys.version_info
-        # Environments with other releases of Numba may use one checkout at the same time: a file of
-        # one's would be overwritten by the other, and its code be none that this Numba reads.
+        # Environments with other releases of Numba may use the same checkout at the same time. With
+        # the same name, each release would overwrite the files of the other, and could not read its
+        # code.
         name = (
             f"{Path(code.co_filename).stem}.{function.__qualname__.replace('<locals>', 'locals')}-"
             f"{code.co_firstlineno}.py{version.major}{version.minor}{sys.abiflags}"
@@ -59,15 +79,15 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         )
         stamp = _text_digest(function.__module__)
         self._files = {
-            folder: IndexDataCacheFile(folder, name, stamp)
-            for folder in _folders(Path(code.co_filename))
+            folder: KernelFiles(folder, name, stamp)
+            for folder in kernel_folders(Path(code.co_filename))
         }
         self._cache_path = next(iter(self._files))  # for the kernel's `stats`
 
     def _load_overload(self, signature: Any, target: Any) -> Any:
         key = self._index_key(signature, target.codegen())
         for file in self._files.values():
-            with contextlib.suppress(OSError):  # another user's, say
+            with contextlib.suppress(OSError):  # a file of another user, for example
                 kept = file.load(key)
                 if kept is not None:
                     return CompileResult._rebuild(target, *kept)  # noqa: SLF001 - see Numba's own
@@ -104,8 +124,8 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         return (*super()._index_key(*args), _digest(self._py_func.__module__))
 
 
-def _folders(source: Path) -> Iterator[str]:
-    """Where results of the kernels in a file may lie, in Numba's order and with its names."""
+def kernel_folders(source: Path) -> Iterator[str]:
+    """Folders for the results of a file's kernels, in Numba's order and with Numba's names."""
     folder = source.absolute().parent
     hashed = hashlib.sha1(str(folder).encode(), usedforsecurity=False).hexdigest()
     name = f"{folder.name}_{hashed}"
@@ -119,7 +139,7 @@ def _folders(source: Path) -> Iterator[str]:
 
 @cache
 def _digest(module: str) -> str:
-    """Of the sources of a module and of all modules whose kernels its own may call."""
+    """Digest of the sources of a module and of all modules whose kernels its kernels may call."""
     found: set[str] = set()
     new = {module}
     while new:
@@ -131,17 +151,17 @@ def _digest(module: str) -> str:
 
 @cache
 def _text_digest(module: str) -> str:
-    """Of the source of one module."""
+    """Digest of the source of one module."""
     return hashlib.sha256(inspect.getsource(sys.modules[module]).encode()).hexdigest()
 
 
 def _called(module: str) -> Iterator[str]:
-    """The modules of its package, or ours, that a module has, or has kernels or intrinsics of."""
+    """Modules of kvferry or of the module's package: imported, or imported from, by the module."""
     ours = {__name__.partition(".")[0], module.partition(".")[0]}
     for value in vars(sys.modules[module]).values():
         if isinstance(value, ModuleType):
             name = value.__name__
-        elif hasattr(value, "__wrapped__"):  # as all have that Numba makes of functions
+        elif hasattr(value, "__wrapped__"):  # true for all functions that Numba has wrapped
             name = value.__module__
         else:
             continue

@@ -1,8 +1,8 @@
-"""Conversion of floating-point elements that lie dense, with the base dependencies alone.
+"""Conversion of dense floating-point elements, with the base dependencies alone.
 
-Everything goes through float32: it holds each value of the narrower formats exactly. Results are
-those of torch's ``to`` (2.13), also where it rounds twice (float64 to a narrow format) and beyond
-the largest value. A NaN stays a NaN; which one is not said.
+Every conversion goes through float32, which holds each value of the narrower formats exactly.
+Results equal the results of torch's ``to`` (2.13), even if rounding happens twice (float64 to a
+narrow format) and beyond the largest value. A NaN stays a NaN; its bits are not specified.
 
 ================  ====  ========  ========  =========  ==================
 dtype             bits  exponent  fraction  infinity   beyond the largest
@@ -17,12 +17,12 @@ float8_e5m2fnuz   8     5         2         no         NaN
 float8_e4m3fnuz   8     4         3         no         NaN
 ================  ====  ========  ========  =========  ==================
 
-The library ml_dtypes (0.6) was measured and not taken: float8_e4m3fn becomes NaN there beyond its
+The library ml_dtypes (0.6) was measured and not taken: its float8_e4m3fn becomes NaN beyond the
 largest value, and all conversions from and to 8 bits took 8 to 100 times as long.
 
-The formats of 8 bits are those of *FP8 Formats for Deep Learning* (Micikevicius and others, 2022)
-and of *8-bit Numerical Formats for Deep Neural Networks* (Noune and others, 2022; ``fnuz``: no
-infinity, one zero, one NaN).
+The formats of 8 bits come from *FP8 Formats for Deep Learning* (Micikevicius and others, 2022) and
+from *8-bit Numerical Formats for Deep Neural Networks* (Noune and others, 2022; ``fnuz``: no
+infinity, a single zero, a single NaN).
 """
 
 import functools
@@ -39,18 +39,18 @@ class _Format(NamedTuple):
 
     itemsize: int
     fraction: int
-    """Bits after the point."""
+    """Number of bits of the fraction, after the point."""
     bias: int
     largest: int
     """Code of the largest finite value, without its sign."""
     beyond: int
-    """Code of what is larger."""
+    """Code of values above the largest."""
     nan: int
     signed_zero: bool = True
 
     @property
     def smallest_exponent(self) -> int:
-        """Of the smallest normal value, as a power of two."""
+        """Exponent of the smallest normal value, as a power of two."""
         return 1 - self.bias
 
     @property
@@ -93,8 +93,8 @@ def is_lossless(source: str, target: str) -> bool:
     (True, False)
 
     Args:
-        source: bare name, as ``EngineGeometry.dtype``.
-        target: likewise.
+        source: bare name of a dtype, as ``EngineGeometry.dtype``.
+        target: bare name of a dtype.
     """
     if source == target:
         return True
@@ -128,11 +128,11 @@ def convert(source: Bytes, source_dtype: str, target: Bytes, target_dtype: str) 
     Args:
         source: uint8[n * source itemsize], contiguous.
         source_dtype: bare name of a floating-point dtype.
-        target: uint8[n * target itemsize], contiguous; written. The two must not overlap.
-        target_dtype: likewise.
+        target: uint8[n * target itemsize], contiguous; written. The two arrays must not overlap.
+        target_dtype: bare name of a floating-point dtype.
 
     Raises:
-        ValueError: a dtype that is no floating-point one, or sizes that do not fit.
+        ValueError: a dtype is not a floating-point dtype, or sizes do not fit.
     """
     for dtype in (source_dtype, target_dtype):
         if dtype not in _FORMATS:
@@ -189,7 +189,7 @@ def _encode(values: npt.NDArray[np.float32], target: Bytes, dtype: str) -> None:
 
 @functools.cache
 def _table(source_dtype: str, target_dtype: str) -> npt.NDArray[Any]:
-    """The target's code for each code of a narrow source."""
+    """Code in the target's format for each code of a narrow source."""
     if source_dtype == "float16":
         values = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
     else:

@@ -21,12 +21,12 @@ def encode(
     Args:
         bits: int32[n], the bits of float32 values.
         codes: uint8[n] or uint16[n], written: a sign, an exponent and a fraction.
-        fraction: bits of the target's fraction.
-        bias: of the target's exponent.
-        largest: code of its largest finite value, without the sign.
-        beyond: code of what is larger.
+        fraction: number of bits of the target's fraction.
+        bias: bias of the target's exponent.
+        largest: code of the target's largest finite value, without the sign.
+        beyond: code of values above the largest.
         nan: code of NaN.
-        signed_zero: whether zero has a sign; without one, neither have NaN and what is beyond.
+        signed_zero: whether zero has a sign; if not, NaN and ``beyond`` have no sign either.
     """
     sign_at = 15 if largest > 255 else 7
     cut = 23 - fraction
@@ -38,19 +38,19 @@ def encode(
         if word > 0x7F800000:
             code = nan
         else:
-            # A carry out of the fraction goes on into the exponent. With float32's own bias, the
-            # subnormal values have no leading one either, and are cut like the others.
+            # A carry out of the fraction goes on into the exponent. With float32's own bias,
+            # subnormal values have no leading 1 either, and are cut like normal values.
             if exponent >= 1 or bias == 127:
                 code = ((word + (1 << (cut - 1)) - 1 + (word >> cut & 1)) >> cut) - (
                     (127 - bias) << fraction
                 )
-            else:  # subnormal: the leading one is written out, and more of the fraction is cut
+            else:  # subnormal: write out the leading 1, and cut more of the fraction
                 more = min(cut + 1 - exponent, 25)
                 whole = word & 0x7FFFFF | 0x800000
                 code = (whole + (1 << (more - 1)) - 1 + (whole >> more & 1)) >> more
             if code > largest:
                 code = beyond
-        # A set of the two would be built for each element.
+        # `in` with a set would build the set for each element.
         unsigned = not signed_zero and (code == 0) | (code == nan)
         codes[index] = code if unsigned else code | sign
 

@@ -1,8 +1,8 @@
 """The copier: moves tiles × runs between memories of this process, at memory speed.
 
-:func:`copy_tiles` does it in one call; a :class:`CopyJob` does it in chunks, so that several
-threads can share it, its progress can be read and it can be cancelled. Kernels release the
-interpreter lock.
+:func:`copy_tiles` copies in one call. A :class:`CopyJob` copies in chunks, so several threads can
+share the copy, progress can be read, and the copy can be cancelled. Kernels release the interpreter
+lock.
 """
 
 import statistics
@@ -17,19 +17,20 @@ import numpy.typing as npt
 from kvferry.layouts import chunks, kernels
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.chunks import ChunkedCopy
+from kvferry.layouts.staging import dense_tiles
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
 STREAM_BYTES = 4 << 20
-"""From this many bytes on, stores may go around the cache: less would have stayed in it."""
+"""Least bytes of a copy that may use stores around the cache; less would fit in the cache."""
 _PLAIN_WINS = 0.9
-"""Plain stores are taken where they need less than so much of the time. Where both are about as
-fast, those around the cache leave more of the memory's rate to other threads."""
+"""Share of the time of stores around the cache below which plain stores are used. If both take
+about as long, stores around the cache leave more memory bandwidth to other threads."""
 _PART_BYTES, _PARTS = 512 << 10, 32
 
 CHUNK_BYTES = 2 << 20
-"""Bytes per chunk of a job: some 0.2 ms, short enough to cancel and long enough to be cheap."""
+"""Number of bytes per chunk of a job: some 0.2 ms, short enough to cancel and cheap enough."""
 
 SEGMENT_DTYPE = np.dtype(
     [
@@ -45,17 +46,21 @@ SEGMENT_DTYPE = np.dtype(
 
 @cache
 def stream_bytes() -> int:
-    """From how many bytes on stores go around the cache: ``STREAM_BYTES``, or a number that no copy
-    reaches where plain stores are faster. Measured once per process, in some 10 ms.
+    """Number of bytes from which copies use stores around the cache.
+
+    The result is ``STREAM_BYTES``, or a number that no copy reaches if plain stores are faster.
+    Measured once per process, in some 10 ms.
     """
     plain, around = measure_stores()
     return STREAM_BYTES if plain >= _PLAIN_WINS * around else 1 << 62
 
 
 def measure_stores() -> tuple[float, float]:
-    """Seconds for a copy of half a MiB, with plain stores and with those around the cache: medians
-    of seven and eight, which take turns. Neither source nor target is in the cache, as KV caches
-    are not: all of the memory was written around it just before, and each part is used once.
+    """Seconds for a copy of half a MiB, with plain stores and with stores around the cache.
+
+    Both are medians, of seven and of eight copies; the two kinds of stores take turns. Neither
+    source nor target is in the CPU cache, as is normal for KV caches: stores around the cache wrote
+    all of the memory just before, and each part of the memory is used once.
     """
     memory = np.empty(_PARTS * _PART_BYTES, dtype=np.uint8)
     part = (0, 0, _PART_BYTES, 0, 0, 1, 0, 0, _PART_BYTES, 0, 0, 1, 1, _PART_BYTES, 1)
@@ -93,8 +98,8 @@ def copy_tiles(
     >>> target
     array([0, 0, 4, 5, 0, 0, 0, 0], dtype=uint8)
 
-    Nothing is checked: see :func:`~kvferry.layouts.bounds.check_bounds`. Source and target bytes
-    must not overlap.
+    The function checks nothing: see :func:`~kvferry.layouts.bounds.check_bounds`. Source and target
+    bytes must not overlap.
 
     Args:
         source_addresses: address of each source region in this process.
@@ -112,7 +117,7 @@ def copy_tiles(
 
 
 class CopyJob(ChunkedCopy):
-    """A copy between memories of this process, in chunks that any number of threads may share."""
+    """A copy between memories of this process, in chunks that several threads may share."""
 
     def __init__(
         self,
@@ -144,7 +149,7 @@ class CopyJob(ChunkedCopy):
 
 
 def count_segments(tiles: Tiles, runs: Runs) -> int:
-    """Contiguous copies that ``tiles`` × ``runs`` make after merging."""
+    """Number of contiguous copies in ``tiles`` × ``runs`` after merging."""
     nothing = np.empty(0, dtype=SEGMENT_DTYPE)
     return kernels.list_segments(as_rows(tiles, TILE_DTYPE), as_rows(runs, RUN_DTYPE), nothing)
 
@@ -161,10 +166,9 @@ def expand(tiles: Tiles, runs: Runs) -> npt.NDArray[np.void]:
 
 
 def warm() -> None:
-    """Compiles the kernels, or loads them from disk, and compares the two kinds of stores, so that
-    the first transfer does not wait.
+    """Compiles the kernels or loads them from disk, and measures stores; spares the first transfer.
 
-    Seconds at the very first call on a machine, milliseconds later.
+    The very first call on a machine takes seconds; later calls take milliseconds.
     """
     source, target = np.arange(4, dtype=np.uint8), np.zeros(4, dtype=np.uint8)
     tiles = np.array([(0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 4, 1)], dtype=TILE_DTYPE)
@@ -173,6 +177,7 @@ def warm() -> None:
     check_bounds(tiles, runs, [4], [4])
     copy_tiles(*addresses, tiles, runs)
     assert bytes(source) == bytes(target)
+    assert dense_tiles(tiles, 1, "target")["target_block_stride"] == 4
     assert len(expand(tiles, runs)) == 1
     job = CopyJob(*addresses, tiles, runs)
     job.step(CHUNK_BYTES)

@@ -1,7 +1,7 @@
-"""The copier in torch's own operations: tiles × runs between tensors of one device, any device.
+"""The copier in torch's own operations: tiles × runs between tensors on one device of any kind.
 
-The plain form, for devices without Triton and for tests of the faster ones: it makes an index of
-every word that is moved, on either side.
+This is the plain form, for devices without Triton and for tests of the faster copiers. The copier
+makes an index of every moved word, on either side.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ import torch
 from kvferry.layouts.tiles import Runs, Tiles
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bits are moved, so that a dtype that an operation lacks is no matter."""
+"""Integer dtype for each word size in bytes: bits are moved, so missing dtypes are no problem."""
 
 
 def copy_tiles_torch(
     sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], tiles: Tiles, runs: Runs
 ) -> None:
-    """Copies ``tiles`` × ``runs``; on a device, on the current stream. Nothing is checked.
+    """Copies ``tiles`` × ``runs``; on a device, on the current stream. Checks nothing.
 
     Args:
         sources: tensors that begin where the source regions begin; views of any strides.
-        targets: the same for the target regions.
+        targets: tensors that begin where the target regions begin; views of any strides.
         tiles: a 1-d array of ``TILE_DTYPE``.
         runs: a 1-d array of ``RUN_DTYPE``.
     """
@@ -44,7 +44,7 @@ def copy_tiles_torch(
 
 
 def _offsets(tile: np.void, runs: Runs, side: str) -> npt.NDArray[np.int64]:
-    """``[runs, tokens, heads, elements]``: bytes from the region's start, runs of one shape."""
+    """``[runs, tokens, heads, elements]``: bytes from the region's start, for runs of one shape."""
     steps = runs[f"{side}_step"][0] * np.arange(runs["tokens"][0])
     first = tile[f"{side}_offset"] + runs[f"{side}_block"] * tile[f"{side}_block_stride"]
     tokens = (runs[f"{side}_token"][:, None] + steps) * tile[f"{side}_token_stride"]
@@ -57,17 +57,17 @@ def _offsets(tile: np.void, runs: Runs, side: str) -> npt.NDArray[np.int64]:
 
 
 def _words(offsets: npt.NDArray[np.int64], itemsize: int, width: int) -> npt.NDArray[np.int64]:
-    """Numbers of all words of ``width`` bytes of elements at these offsets."""
+    """Indexes of all words of ``width`` bytes in the elements at these offsets."""
     return (offsets[..., None] // width + np.arange(itemsize // width)).ravel()
 
 
 def _lead(tensor: torch.Tensor) -> int:
-    """Bytes of its storage before a tensor."""
+    """Number of bytes of a tensor's storage before the tensor."""
     return tensor.data_ptr() - tensor.untyped_storage().data_ptr()
 
 
 def _flat(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """What lies behind a tensor's begin as words."""
+    """The memory from a tensor's first element to the end of its storage, as words."""
     storage = tensor.untyped_storage()
     words = torch.empty(0, dtype=WORDS[width], device=tensor.device)
     count = (storage.nbytes() - _lead(tensor)) // width

@@ -1,66 +1,74 @@
-"""Copies on a device, and between it and host memory.
+"""Copies on a device, and between a device and host memory.
 
-A :class:`CopyStream` is what is asked of a device that copies: a stream that works in order, and
-events on it. :class:`~kvferry.layouts.cuda_stream.CudaCopyStream` is that of a CUDA device. All
-that follows is written against this contract, so that it is tested without a device, with
-``kvferry.testing.HostCopyStream``, a thread that takes the place of one.
+A :class:`CopyStream` is the contract of a device that copies: a stream that works in order, and
+events on the stream. :class:`~kvferry.layouts.cuda_stream.CudaCopyStream` implements the contract
+for a CUDA device. The classes below use only this contract. So tests need no device:
+``kvferry.testing.HostCopyStream`` is a thread in place of a device.
 
-For a wire that reads host memory alone (``kv_buffer_device: cpu``), dense chunks land in host
-memory, and a :class:`Placer` puts them where they belong::
+Dense chunks from a wire land in host memory, and a :class:`Placer` puts the chunks into place::
 
     wire ──▶ staging (host) ──▶ strided copy ──────────────────▶ cache in host memory
                             ──▶ upload ──▶ bounce, unpack ─────▶ cache on the device
 
-On the way out a :class:`HostMirror` holds copies of blocks that were lent, and a wire serves those.
+Dense chunks for a wire take the opposite way, through the same :class:`Bounces`.
+
 A :class:`HostLane` copies between the device and host memory of any order, in either direction.
 """
 
-import mmap
+import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.layouts.arrays import HOST, MemorySpan
+from kvferry.layouts.arrays import ByteArray, MemorySpan, whole_pages
 from kvferry.layouts.copier import Int64s, copy_tiles
 from kvferry.layouts.staging import WIRE_CHUNK_BYTES, StagedChunk, stage
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.lifetimes import Closing
 
-ByteArray = npt.NDArray[np.uint8]
-
 
 class CopyEvent(ABC):
-    """A point of a stream. Errors of the device surface here, as it works behind our back."""
+    """A point of a stream. The device works asynchronously, so its errors surface here."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether everything before it has been carried out. Never waits.
+        """Whether all work before the event has been carried out. Never waits.
 
         Raises:
-            TransferError: the device failed; nothing that was enqueued is carried out any more.
+            TransferError: the device failed; no enqueued work is carried out any more.
         """
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when everything before it has been carried out; the calling thread waits.
+        """Returns when all work before the event has been carried out; the calling thread waits.
 
         Raises:
             TransferError: the device failed.
         """
 
 
-class CopyStream(Closing):
-    """Copies that one device carries out in the order in which they were enqueued.
+PreparedCopy: TypeAlias = Callable[[Runs], CopyEvent]
+"""Function that enqueues the copy of its tiles × the given runs, and returns an event after the
+copy. The runs are not checked, and may change afterwards. Raises ``TransferError`` if the device
+failed, and ``HostError`` if there is no room for the runs; nothing of the copy was enqueued
+then."""
 
-    Nothing waits but ``close``. Addresses are those that the device sees; whoever owns the memory
-    keeps it until an event recorded after the last copy is done. Thread-safe.
+
+class CopyStream(Closing):
+    """Copies that one device carries out in the order of enqueuing.
+
+    Only ``digest`` and ``close`` wait for copies; ``allocate`` waits for the stream of the calling
+    thread. Addresses are addresses as the device sees them. The owner of the memory keeps the
+    memory alive until an event recorded after the last copy is done. Thread-safe.
     """
 
     device: str
-    """For example ``cuda:0``."""
+    """Name of the device, for example ``cuda:0``."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> MemorySpan:
@@ -72,10 +80,10 @@ class CopyStream(Closing):
 
     @abstractmethod
     def pin(self, memory: ByteArray) -> None:
-        """Keeps host memory in place, so that the device reaches it under the same address.
+        """Keeps host memory in place, so that the device reaches the memory under the same address.
 
         Raises:
-            HostError: it cannot be pinned.
+            HostError: the memory cannot be pinned.
         """
 
     @abstractmethod
@@ -84,36 +92,78 @@ class CopyStream(Closing):
 
     @abstractmethod
     def upload(self, source: ByteArray, target: int) -> None:
-        """Enqueues a copy of pinned host bytes to an address of the device."""
+        """Enqueues a copy of pinned host bytes to an address of the device.
+
+        Raises:
+            TransferError: the device failed.
+        """
 
     @abstractmethod
-    def download(self, source: int, target: ByteArray) -> None:
-        """Enqueues a copy from an address of the device into pinned host bytes."""
+    def download(self, source: int, target: ByteArray) -> CopyEvent:
+        """Enqueues a copy from an address of the device to pinned host bytes.
+
+        Returns an event after the copy.
+
+        Raises:
+            TransferError: the device failed.
+        """
 
     @abstractmethod
+    def prepare(
+        self,
+        source_addresses: Sequence[int] | Int64s,
+        target_addresses: Sequence[int] | Int64s,
+        tiles: Tiles,
+        most_tokens: int = 0,
+    ) -> PreparedCopy:
+        """Puts the data shared by all copies of ``tiles`` on the device; a copy needs only runs.
+
+        Args:
+            source_addresses: address of each source region.
+            target_addresses: address of each target region.
+            tiles: a 1-d array of ``TILE_DTYPE``; may change afterwards.
+            most_tokens: tokens of the longest expected run. If positive, everything is made ready
+                for the first copy, which may take a second; 0 for tiles that are copied once.
+
+        Raises:
+            HostError: the device has no room for the tiles.
+            TransferError: the device failed.
+        """
+
     def copy(
         self,
         source_addresses: Sequence[int] | Int64s,
         target_addresses: Sequence[int] | Int64s,
         tiles: Tiles,
         runs: Runs,
-    ) -> None:
-        """Enqueues the copy of ``tiles`` × ``runs``, unchecked; the tables may change afterwards.
-
-        Args:
-            source_addresses: address of each source region.
-            target_addresses: address of each target region.
-            tiles: a 1-d array of ``TILE_DTYPE``.
-            runs: a 1-d array of ``RUN_DTYPE``.
+    ) -> CopyEvent:
+        """Enqueues the copy of ``tiles`` × ``runs``, for tiles copied once; see :meth:`prepare`.
 
         Raises:
             TransferError: the device failed; nothing of this copy was enqueued.
         """
+        return self.prepare(source_addresses, target_addresses, tiles)(runs)
 
     @abstractmethod
-    def follow_engine(self) -> None:
-        """What is enqueued from now on is carried out after what the engine has asked of the
-        device so far, from the calling thread.
+    def follow(self, event: CopyEvent) -> None:
+        """Makes all later work of the stream wait for ``event``, an event of the same device.
+
+        Raises:
+            TransferError: the device failed.
+        """
+
+    @abstractmethod
+    def digest(
+        self,
+        addresses: Sequence[int] | Int64s,
+        tiles: Tiles,
+        runs: Runs,
+        positions: Int64s,
+        keys: Int64s,
+    ) -> npt.NDArray[np.uint64]:
+        """Digests memory of the device; see :func:`~kvferry.layouts.digest.digest_rows`.
+
+        The calling thread waits for all work enqueued before, and for the sums.
 
         Raises:
             TransferError: the device failed.
@@ -121,7 +171,7 @@ class CopyStream(Closing):
 
     @abstractmethod
     def record(self) -> CopyEvent:
-        """An event after everything that was enqueued so far.
+        """An event after all work enqueued so far.
 
         Raises:
             TransferError: the device failed.
@@ -129,10 +179,11 @@ class CopyStream(Closing):
 
     @abstractmethod
     def engine_event(self) -> CopyEvent:
-        """An event after what the engine has asked of the device so far, from the calling thread.
+        """An event after all work that the engine has enqueued so far from the calling thread.
 
-        Recorded on the step thread, it is the ``after`` of reads into blocks that an earlier step
-        may still use; behind a step, it says when what the step writes is there.
+        Recorded on the step thread, the event is the ``after`` of reads into blocks that an earlier
+        step may still use. Recorded after a step, the event tells when the writes of the step are
+        in place.
 
         Raises:
             TransferError: the device failed.
@@ -140,139 +191,154 @@ class CopyStream(Closing):
 
     @abstractmethod
     def close(self) -> None:
-        """Waits for what was enqueued, then frees what was allocated. Idempotent."""
+        """Waits for enqueued work, then frees allocated memory, even if the device has failed.
+
+        Idempotent.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class _Bounce:
+    """A stream, and memory of its device through which chunks go, one at a time."""
+
+    stream: CopyStream
+    memory: MemorySpan
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def room(self, nbytes: int) -> int:
+        """Address of memory for ``nbytes`` bytes. The caller must hold the lock."""
+        if self.memory.nbytes < nbytes:
+            # Doubled, because memory allocated by the stream lives as long as the stream.
+            self.memory = self.stream.allocate(max(nbytes, 2 * self.memory.nbytes))
+        return self.memory.address
+
+
+class Bounces:
+    """Dense chunks between pinned host memory and a cache on a device. Thread-safe.
+
+    A chunk crosses the bus dense, between host memory and a bounce buffer on the device, and is
+    strided only on the device. A dense copy runs at the rate of the bus without the help of the
+    device's cores, and the strided pass costs next to nothing in comparison. A stream keeps order,
+    so a chunk overwrites the bounce buffer of a stream only after the chunk before has left the
+    buffer. Of two streams, one crosses the bus while the other packs or unpacks.
+    """
+
+    def __init__(self, streams: Sequence[CopyStream]) -> None:
+        """``streams`` copy on the cache's device, and still belong to the caller."""
+        self._bounces = [_Bounce(each, MemorySpan(0, 0, each.device)) for each in streams]
+        self._turns = itertools.cycle(self._bounces)
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocates room for chunks of ``nbytes`` bytes; larger chunks allocate their own room.
+
+        Raises:
+            HostError: the device has no room.
+        """
+        for bounce in self._bounces:
+            with bounce.lock:
+                bounce.room(nbytes)
+
+    def up(
+        self, chunk: ByteArray, addresses: Sequence[int] | Int64s, tiles: Tiles, runs: Runs
+    ) -> CopyEvent:
+        """Enqueues the copy of a chunk, source region 0, to regions with the given addresses.
+
+        Raises:
+            HostError: the device has no room for a chunk of this size.
+            TransferError: the device failed.
+        """
+        bounce = next(self._turns)
+        with bounce.lock:  # upload and copy belong together on the stream
+            room = bounce.room(chunk.nbytes)
+            bounce.stream.upload(chunk, room)
+            return bounce.stream.copy([room], addresses, tiles, runs)
+
+    def down(
+        self,
+        addresses: Sequence[int] | Int64s,
+        chunk: ByteArray,
+        first_byte: int,
+        tiles: Tiles,
+        runs: Runs,
+    ) -> CopyEvent:
+        """Enqueues the copy of regions with the given addresses to a chunk, target region 0.
+
+        The tables give the places of the bytes in a chunk that begins ``first_byte`` bytes before
+        the given chunk.
+
+        Raises:
+            HostError: the device has no room for a chunk of this size.
+            TransferError: the device failed.
+        """
+        bounce = next(self._turns)
+        with bounce.lock:  # copy and download belong together on the stream
+            room = bounce.room(chunk.nbytes)
+            bounce.stream.copy(addresses, [room - first_byte], tiles, runs)
+            return bounce.stream.download(room, chunk)
 
 
 class Placer(Closing):
-    """Puts chunks that have landed in host memory where they belong in a cache. Thread-safe.
+    """Puts chunks that have landed in host memory into place in a cache. Thread-safe.
 
-    In host memory that is one strided copy on the calling thread. Into a device they go up dense,
-    into a bounce buffer, and from there strided into place: a dense upload runs at the rate of the
-    bus without the help of the device's cores, and the strided pass costs next to nothing beside
-    it. The stream keeps order, so that one bounce buffer serves all chunks: it is overwritten after
-    it was unpacked.
+    For a cache in host memory, that is one strided copy on the calling thread. For a cache on a
+    device, the chunks go through :class:`Bounces`.
     """
 
-    def __init__(self, addresses: Sequence[int] | Int64s, stream: CopyStream | None = None) -> None:
+    def __init__(
+        self, addresses: Sequence[int] | Int64s, streams: Sequence[CopyStream] = ()
+    ) -> None:
         """Args:
         addresses: address of each region of the cache.
-        stream: copies on the cache's device, and stays the caller's; none for host memory.
+        streams: copy on the cache's device, and still belong to the caller; none for host memory.
         """
         self._addresses = np.array(addresses, dtype=np.int64)
-        self._stream = stream
-        self._bounce = MemorySpan(0, 0, HOST if stream is None else stream.device)
+        self._streams = streams
+        self._bounces = Bounces(streams)
         self._pinned: list[ByteArray] = []
-        self._lock = threading.Lock()
 
     def adopt(self, staging: ByteArray) -> None:
-        """Prepares memory in which chunks will land, for speed alone; it lives until ``close``.
+        """Prepares memory in which chunks will land, only for speed; kept until ``close``.
 
         Raises:
-            HostError: it cannot be pinned.
+            HostError: the memory cannot be pinned, or the device has no room.
         """
-        if self._stream is not None:
-            self._stream.pin(staging)
+        self._bounces.reserve(min(staging.nbytes, WIRE_CHUNK_BYTES))
+        if self._streams:
+            self._streams[0].pin(staging)
             self._pinned.append(staging)
 
-    def place(self, landed: ByteArray, tiles: Tiles, runs: Runs) -> None:
-        """Copies a chunk into the cache, unchecked; when it returns, the bytes are in place.
-
-        The calling thread waits. ``landed`` may be used again afterwards.
+    def place(self, landed: ByteArray, tiles: Tiles, runs: Runs) -> CopyEvent | None:
+        """Copies a chunk into the cache, unchecked.
 
         Args:
             landed: the chunk; source region 0 of the tables.
             tiles: a 1-d array of ``TILE_DTYPE``, as :func:`~kvferry.layouts.staging.stage` unpacks.
             runs: a 1-d array of ``RUN_DTYPE``.
 
+        Returns:
+            Event after which the bytes are in place; ``None`` if the copy is complete. Until then
+                ``landed`` must stay unchanged.
+
         Raises:
             HostError: the device has no room for a chunk of this size.
             TransferError: the device failed.
         """
-        if self._stream is None:
+        if not self._streams:
             copy_tiles([landed.ctypes.data], self._addresses, tiles, runs)
-            return
-        with self._lock:  # the three belong together on the stream
-            if self._bounce.nbytes < landed.nbytes:
-                # Doubled, as what the stream has allocated lives as long as the stream.
-                room = max(landed.nbytes, 2 * self._bounce.nbytes)
-                self._bounce = self._stream.allocate(room)
-            self._stream.upload(landed, self._bounce.address)
-            self._stream.copy([self._bounce.address], self._addresses, tiles, runs)
-            event = self._stream.record()
-        event.wait()
+            return None
+        return self._bounces.up(landed, self._addresses, tiles, runs)
 
     def close(self) -> None:
-        """Gives up what :meth:`adopt` took. Nobody may be in :meth:`place`. Idempotent."""
+        """Unpins the memory of :meth:`adopt`. No chunk may be in progress. Idempotent."""
         pinned, self._pinned = self._pinned, []
-        if self._stream is not None:
-            for staging in pinned:
-                self._stream.unpin(staging)
-
-
-class HostMirror(Closing):
-    """Host memory of the same size and order as a device's regions, for blocks that are lent.
-
-    A wire serves :attr:`arrays` under the ids of the device's regions, so one description of the
-    rank's memory holds for both. A block's bytes are there once the event of its :meth:`copy_out`
-    is done: nobody may read under a lease before, and the block must not be written until then.
-    """
-
-    def __init__(self, stream: CopyStream, regions: Sequence[MemorySpan]) -> None:
-        """Takes as much host memory as the regions have, and pins it.
-
-        Args:
-            stream: copies on the regions' device; stays the caller's.
-            regions: the device's, by region id.
-
-        Raises:
-            HostError: the memory cannot be pinned.
-        """
-        self._stream = stream
-        # A mapping begins on a page, and pins must not share one.
-        self.arrays: tuple[ByteArray, ...] = tuple(
-            np.frombuffer(mmap.mmap(-1, region.nbytes), dtype=np.uint8) for region in regions
-        )
-        """The host's bytes, by region id."""
-        self._sources = np.array([region.address for region in regions], dtype=np.int64)
-        self._targets = np.array([array.ctypes.data for array in self.arrays], dtype=np.int64)
-        self._pinned: list[ByteArray] = []
-        self._lock = threading.Lock()
-        try:
-            for array in self.arrays:
-                stream.pin(array)
-                self._pinned.append(array)
-        except BaseException:
-            self.close()
-            raise
-
-    def copy_out(self, tiles: Tiles, runs: Runs) -> CopyEvent:
-        """Begins to copy ``tiles`` × ``runs``, both sides alike, unchecked; returns at once.
-
-        Call it when the steps that wrote the blocks have retired, or after
-        :meth:`CopyStream.follow_engine` on the thread that steps.
-
-        Args:
-            tiles: a 1-d array of ``TILE_DTYPE``, as ``topology.own_tiles`` gives them.
-            runs: a 1-d array of ``RUN_DTYPE``, as ``topology.binding.bind_own`` gives them.
-
-        Raises:
-            TransferError: the device failed.
-        """
-        with self._lock:
-            self._stream.copy(self._sources, self._targets, tiles, runs)
-            return self._stream.record()
-
-    def close(self) -> None:
-        """Unpins the memory. No copy may be under way. Idempotent."""
-        pinned, self._pinned = self._pinned, []
-        for array in pinned:
-            self._stream.unpin(array)
+        for staging in pinned:
+            self._streams[0].unpin(staging)
 
 
 class HostLane:
     """Copies between a device and the host through two pinned buffers.
 
-    While one is filled on one side, the other is emptied on the other side. Thread-safe.
+    While a buffer is filled on one side, the other is emptied on the other side. Thread-safe.
     """
 
     def __init__(self, stream: CopyStream) -> None:
@@ -290,17 +356,27 @@ class HostLane:
         *,
         to_device: bool,
     ) -> None:
-        """Copies, after what the device's current stream holds so far; done when it returns."""
+        """Copies after all work so far on the device's current stream; complete at return.
+
+        After an error, too, no byte moves any more.
+
+        Raises:
+            HostError: a buffer cannot be pinned, or the device has no room.
+            TransferError: the device failed.
+        """
         under_way: list[Callable[[], object]] = []
         with self._lock:
             self._stream.engine_event().wait()
-            for number, chunk in enumerate(stage(tiles, runs)):
-                if len(under_way) == len(self._buffers):
-                    under_way.pop(0)()  # the buffer is free afterwards
-                dense = [self._room(number % len(self._buffers), chunk.nbytes)]
-                under_way.append(self._begin(sources, dense, targets, chunk, to_device))
-            for finish in under_way:
-                finish()
+            try:
+                for number, chunk in enumerate(stage(tiles, runs)):
+                    if len(under_way) == len(self._buffers):
+                        under_way.pop(0)()  # the buffer is free afterwards
+                    dense = [self._room(number % len(self._buffers), chunk.nbytes)]
+                    under_way.append(self._begin(sources, dense, targets, chunk, to_device))
+                for finish in under_way:
+                    finish()
+            finally:  # after an error too, nobody uses the buffers or the memory any more
+                self._stream.record().wait()
 
     def _begin(
         self,
@@ -310,15 +386,13 @@ class HostLane:
         chunk: StagedChunk,
         to_device: bool,
     ) -> Callable[[], object]:
-        """Begins to move one chunk; what is left to do is what it returns."""
+        """Begins to move a chunk; returns a function that completes the move."""
         pack = chunk.pack_tiles, chunk.pack_runs
         unpack = chunk.unpack_tiles, chunk.unpack_runs
         if to_device:
             copy_tiles(sources, dense, *pack)
-            self._stream.copy(dense, targets, *unpack)
-            return self._stream.record().wait
-        self._stream.copy(sources, dense, *pack)
-        packed = self._stream.record()
+            return self._stream.copy(dense, targets, *unpack).wait
+        packed = self._stream.copy(sources, dense, *pack)
 
         def finish() -> None:
             packed.wait()
@@ -327,12 +401,11 @@ class HostLane:
         return finish
 
     def _room(self, index: int, nbytes: int) -> int:
-        """Address of a buffer of at least so many bytes."""
+        """Address of a pinned buffer of at least ``nbytes`` bytes."""
         if self._buffers[index].nbytes < nbytes:
+            larger = whole_pages(max(nbytes, WIRE_CHUNK_BYTES))
+            self._stream.pin(larger)  # may fail: a buffer of the list is always pinned
             if self._buffers[index].nbytes:
                 self._stream.unpin(self._buffers[index])
-            # A mapping begins on a page, and pins must not share one.
-            memory = mmap.mmap(-1, max(nbytes, WIRE_CHUNK_BYTES))
-            self._buffers[index] = np.frombuffer(memory, dtype=np.uint8)
-            self._stream.pin(self._buffers[index])
+            self._buffers[index] = larger
         return int(self._buffers[index].ctypes.data)

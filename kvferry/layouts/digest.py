@@ -1,8 +1,8 @@
-"""A digest over logical cells that does not depend on where they lie.
+"""A digest over logical cells, independent of where the cells lie.
 
-Each row of cells (one layer, part, token and head) is hashed with its logical position and the
-bits of its elements in element order; the hashes are added modulo 2**64. So sums over ranks, block
-sizes and layouts agree whenever the cells agree, and no order of visiting matters.
+Each row of cells (one layer, part, token and head) is hashed with its logical position and the bits
+of its elements in element order; the hashes are added modulo 2**64. So sums over ranks, block sizes
+and layouts agree if the cells agree, and the order of visiting does not matter.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ from kvferry.layouts.compiled import kernel
 from kvferry.layouts.intrinsics import load_1, load_2, load_4, load_8
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
 
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd
-_SHIFT = np.uint64(29)
-_LAST_SHIFT = np.uint64(32)
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd
+SHIFT = np.uint64(29)
+LAST_SHIFT = np.uint64(32)
 
 
 def digest_rows(
@@ -26,24 +26,23 @@ def digest_rows(
     positions: npt.NDArray[np.int64],
     keys: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.uint64]:
-    """The sum modulo 2**64 of the hashes of each token's rows of cells. Bounds are the caller's.
+    """Sum modulo 2**64 of the hashes of each token's rows of cells. The caller checks bounds.
 
     Args:
         addresses: address of each region in this process.
-        tiles: rows of ``TILE_DTYPE`` with elements of 1, 2, 4 or 8 bytes; only their source side
-            is read.
+        tiles: rows of ``TILE_DTYPE`` with elements of 1, 2, 4 or 8 bytes; only their source side is
+            read.
         runs: rows of ``RUN_DTYPE``; only their source side is read.
         positions: int64[tokens]: position in the request of each token, in the order of the runs.
         keys: int64[tiles, 3]: layer, number of the part, first head; all logical.
 
     Returns:
-        uint64[tokens]: one sum per token, in the order of the runs.
+        uint64[tokens]: the sum of each token, in the order of the runs.
 
     Raises:
         ValueError: elements of another size.
     """
-    if not np.isin(tiles["itemsize"], (1, 2, 4, 8)).all():
-        raise ValueError(f"itemsize: {set(tiles['itemsize'].tolist())}, not all of 1, 2, 4 and 8")
+    check_widths(tiles)
     sums = np.zeros(int(runs["tokens"].sum()), dtype=np.uint64)
     _digest_table(
         np.array(addresses, dtype=np.int64),
@@ -54,6 +53,16 @@ def digest_rows(
         sums,
     )
     return sums
+
+
+def check_widths(tiles: Tiles) -> None:
+    """Checks that elements have a size that can be hashed.
+
+    Raises:
+        ValueError: some elements have another size.
+    """
+    if not np.isin(tiles["itemsize"], (1, 2, 4, 8)).all():
+        raise ValueError(f"itemsize: {set(tiles['itemsize'].tolist())}, not all of 1, 2, 4 and 8")
 
 
 def warm() -> None:
@@ -67,8 +76,8 @@ def warm() -> None:
 
 @kernel
 def _mixed(state: Any, value: Any) -> Any:
-    state = (state ^ value) * _MULTIPLIER
-    return state ^ (state >> _SHIFT)
+    state = (state ^ value) * MULTIPLIER
+    return state ^ (state >> SHIFT)
 
 
 @kernel
@@ -86,8 +95,8 @@ def _row_hash(seed: Any, address: int, count: int, step: int, width: int) -> Any
     else:
         for i in range(count):
             state = _mixed(state, load_8(address + i * step))
-    state = state * _MULTIPLIER
-    return state ^ (state >> _LAST_SHIFT)
+    state = state * MULTIPLIER
+    return state ^ (state >> LAST_SHIFT)
 
 
 @kernel

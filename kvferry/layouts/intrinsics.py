@@ -1,6 +1,6 @@
 """Loads, stores and copies on raw addresses, as LLVM instructions for Numba kernels.
 
-Addresses and sizes are int64. Nothing is checked: callers have checked the bounds.
+Addresses and sizes are int64. The instructions check nothing: callers check the bounds.
 """
 # ruff: noqa: ARG001  (Numba reads an intrinsic's signature; only the generated code has the values)
 
@@ -15,7 +15,7 @@ _BYTE = ir.IntType(8)
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function that kernels call out of one that generates its code."""
+    """Makes a function that kernels can call from a function that generates its code."""
     made: Callable[..., Any] = _numba_intrinsic(function)
     return made
 
@@ -25,7 +25,7 @@ def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
 
 
 def _mover(width: int, *, stream: bool) -> Callable[..., Any]:
-    """``move(target, source)`` of ``width`` bytes; streaming stores want an aligned target."""
+    """``move(target, source)`` of ``width`` bytes; streaming stores need an aligned target."""
     pointee = ir.VectorType(ir.IntType(64), width // 8) if width > 8 else ir.IntType(8 * width)
 
     def move(_context: Any, target: Any, source: Any) -> Any:
@@ -51,8 +51,8 @@ move_8 = _mover(8, stream=False)
 move_16 = _mover(16, stream=False)
 move_64 = _mover(64, stream=False)
 
-#: Stores that go around the cache: a large copy then reads each target line not even once. The
-#: target must be aligned to the width, and :func:`fence` must follow before others may look.
+#: Stores that go around the cache, so that a large copy never reads the target's lines. The target
+#: must be aligned to the width. :func:`fence` must follow before other threads may look.
 stream_16 = _mover(16, stream=True)
 stream_64 = _mover(64, stream=True)
 
@@ -60,8 +60,8 @@ stream_64 = _mover(64, stream=True)
 def _transposer(width: int) -> Callable[..., Any]:
     """``transpose(target, target_step, source, source_step)`` of a square of 16-byte rows.
 
-    The square has ``16 // width`` rows and columns of ``width`` bytes each; row ``i`` lies at
-    ``source + i * source_step``, column ``j`` goes to ``target + j * target_step``.
+    The square has ``16 // width`` rows and columns of ``width`` bytes each. Row ``i`` lies at
+    ``source + i * source_step``; column ``j`` goes to ``target + j * target_step``.
     """
     edge = 16 // width
     row_type = ir.VectorType(ir.IntType(8 * width), edge)
@@ -105,7 +105,7 @@ transpose_8 = _transposer(8)
 
 @intrinsic
 def memcpy(_context: Any, target: Any, source: Any, nbytes: Any) -> Any:
-    """``memcpy(target, source, nbytes)``; the two do not overlap."""
+    """``memcpy(target, source, nbytes)``; source and target must not overlap."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         byte_pointer = _BYTE.as_pointer()
@@ -128,7 +128,7 @@ def memcpy(_context: Any, target: Any, source: Any, nbytes: Any) -> Any:
 
 @intrinsic
 def fence(_context: Any) -> Any:
-    """Orders streaming stores before everything that follows."""
+    """Orders streaming stores before everything after the fence."""
 
     def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         builder.fence("seq_cst")
@@ -139,7 +139,7 @@ def fence(_context: Any) -> Any:
 
 @intrinsic
 def prefetch(_context: Any, address: Any) -> Any:
-    """Asks for a cache line into the second level; harmless where there is no memory."""
+    """Requests a cache line for the second-level cache; harmless without memory at the address."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         i32 = ir.IntType(32)
@@ -176,10 +176,10 @@ load_8 = _loader(8)
 
 @intrinsic
 def atomic_add(_context: Any, counter: Any, value: Any) -> Any:
-    """``atomic_add(counter, value)``: adds to the first element; returns what it was before.
+    """``atomic_add(counter, value)``: adds to the first element; returns the value before.
 
-    ``counter`` is an int64 array, for example one field of a structured array. Whatever was
-    written before is seen by whoever sees the sum.
+    ``counter`` is an int64 array, for example a field of a structured array. A thread that sees the
+    sum also sees all earlier writes of the adding thread.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -191,7 +191,7 @@ def atomic_add(_context: Any, counter: Any, value: Any) -> Any:
 
 @intrinsic
 def atomic_load(_context: Any, counter: Any) -> Any:
-    """``atomic_load(counter)``: the first element, as other threads have left it by now."""
+    """``atomic_load(counter)``: the first element, with all updates of other threads so far."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])

@@ -1,17 +1,20 @@
 """The strided copy itself: Numba kernels on raw addresses.
 
 A tile and a run make one box of at most three dims: token, head, element. Each kernel first sorts
-the dims by the target's strides and merges those that lie without a gap on both sides into one
-*segment*. What is left are at most three loops around a segment, written in the order of the
-target's addresses, so that stores go out sequentially.
+the dims by the target's strides. Dims that lie without a gap on both sides merge into one
+*segment*. At most three loops remain around a segment, written in the order of the target's
+addresses, so that stores go out sequentially.
 
-Four things make it as fast as one large ``memcpy``, measured: streaming stores for large jobs
-(each target line is written once and never read), four pages of a long segment by turns with them
-(memory delivers from several pages at a time), a prefetch of the next run's source while this one
-is copied (a shuffled block table defeats the hardware's prefetcher), and the merging of adjacent
-runs into one segment.
+Four techniques make the kernels as fast as one large ``memcpy``, measured:
 
-Nothing here checks bounds; see :mod:`kvferry.layouts.bounds`.
+* streaming stores for large jobs: each target line is written once and never read;
+* with streaming stores, four pages of a long segment in turns: memory delivers from several pages
+  at a time;
+* a prefetch of the next run's source during the copy of the current run: a shuffled block table
+  defeats the hardware's prefetcher;
+* the merging of adjacent runs into one segment.
+
+The kernels check no bounds; see :mod:`kvferry.layouts.bounds`.
 """
 
 from typing import Any
@@ -40,22 +43,26 @@ from kvferry.layouts.intrinsics import (
 DIM_DTYPE = np.dtype(
     [("extent", np.int64), ("source_stride", np.int64), ("target_stride", np.int64)]
 )
-"""One dim of a box around its segments; strides are bytes."""
+"""A dim of a box around its segments; strides are bytes."""
+
+ANY_TOKENS = -1
+"""Number of tokens in a run whose number of tokens is unknown."""
 
 _SHORT = 256
-"""Bytes up to which the C library's copy is the fastest; beyond, it begins with string
-instructions, which start slowly and, on some processors, read memory at half its speed."""
+"""Number of bytes up to which the C library's copy is fastest. Longer copies of the library begin
+with string instructions, which start slowly and, on some processors, read memory at half its
+speed."""
 _LARGE = 4096
-"""Bytes from which a segment is worth aligning on its own."""
+"""Number of bytes from which it pays to align a segment separately."""
 _PAGE, _STEP = 4096, 256
-"""Bytes of a page of memory, and bytes that are copied of each in a turn."""
+"""Number of bytes of a memory page, and number of bytes copied from each page in a turn."""
 _PREFETCH_LIMIT = 65536
-"""Bytes of a segment above which the hardware's prefetcher needs no help."""
+"""Number of bytes of a segment above which the hardware's prefetcher needs no help."""
 
 
 @kernel
 def source_at(tile: Any, run: Any) -> int:
-    """Bytes from the start of the source region to the first element of a run."""
+    """Number of bytes from the start of the source region to the first element of a run."""
     at: int = (
         tile.source_offset
         + run.source_block * tile.source_block_stride
@@ -66,7 +73,7 @@ def source_at(tile: Any, run: Any) -> int:
 
 @kernel
 def target_at(tile: Any, run: Any) -> int:
-    """Bytes from the start of the target region to the first element of a run."""
+    """Number of bytes from the start of the target region to the first element of a run."""
     at: int = (
         tile.target_offset
         + run.target_block * tile.target_block_stride
@@ -77,13 +84,13 @@ def target_at(tile: Any, run: Any) -> int:
 
 @kernel
 def merge_dims(tile: Any, run: Any, dims: Any) -> tuple[int, int]:
-    """Bytes of a segment, and how many dims are left around it.
+    """Number of bytes of a segment, and number of dims left around the segment.
 
     Args:
         tile: a row of ``TILE_DTYPE``.
-        run: a row of ``RUN_DTYPE``; only its extent and its steps count.
-        dims: three rows of ``DIM_DTYPE``, filled with the dims that are left, innermost on the
-            target first.
+        run: a row of ``RUN_DTYPE``; only the extent and the steps count. With :data:`ANY_TOKENS`
+            tokens, the token dim stays out of the segment.
+        dims: three rows of ``DIM_DTYPE``, filled with the dims left, innermost on the target first.
     """
     count = 0
     for dim in range(3):
@@ -107,12 +114,37 @@ def merge_dims(tile: Any, run: Any, dims: Any) -> tuple[int, int]:
         dims[place].target_stride = target
         count += 1
     segment, merged = tile.itemsize, 0
-    while merged < count and dims[merged].source_stride == dims[merged].target_stride == segment:
+    while (
+        merged < count
+        and dims[merged].source_stride == dims[merged].target_stride == segment
+        and dims[merged].extent != ANY_TOKENS
+    ):
         segment *= dims[merged].extent
         merged += 1
     for left in range(count - merged):
         dims[left] = dims[left + merged]
     return segment, count - merged
+
+
+@kernel
+def count_pieces(dims: Any, left: int) -> int:
+    """Number of segments of a box with ``left`` dims around a segment; see :func:`merge_dims`."""
+    pieces = 1
+    for dim in range(left):
+        pieces *= dims[dim].extent
+    return pieces
+
+
+@kernel
+def piece_at(dims: Any, left: int, piece: int) -> tuple[int, int]:
+    """Bytes from the first segment of a box to segment ``piece``, at source and target."""
+    source, target = 0, 0
+    for dim in range(left):
+        step = piece % dims[dim].extent
+        piece //= dims[dim].extent
+        source += step * dims[dim].source_stride
+        target += step * dims[dim].target_stride
+    return source, target
 
 
 @kernel
@@ -128,7 +160,7 @@ def same_shape(one: Any, two: Any) -> bool:
 
 @kernel
 def _copy_cached(target: int, source: int, nbytes: int) -> None:
-    """A segment whose target stays in the cache."""
+    """Copies a segment whose target stays in the cache."""
     whole = nbytes & ~63 if nbytes > _SHORT else 0
     for at in range(0, whole, 64):
         move_64(target + at, source + at)
@@ -147,7 +179,7 @@ def _stream_step(target: int, source: int, nbytes: int, ahead: int) -> None:
 
 @kernel
 def _stream_lines(target: int, source: int, nbytes: int, ahead: int) -> None:
-    """Whole lines, around the cache, four pages by turns while there are so many."""
+    """Copies whole lines around the cache, four pages in turns as long as there are four."""
     at = 0
     while nbytes - at >= 4 * _PAGE:
         for step in range(at, at + _PAGE, _STEP):
@@ -160,8 +192,10 @@ def _stream_lines(target: int, source: int, nbytes: int, ahead: int) -> None:
 
 @kernel
 def _copy_segment(target: int, source: int, nbytes: int, stream: bool, ahead: int) -> None:
-    """One segment. Around the cache it asks meanwhile for what lies ``ahead`` bytes from its
-    source, if that is not 0.
+    """Copies a segment.
+
+    With stores around the cache, also prefetches the bytes ``ahead`` bytes from the source, if
+    ``ahead`` is not 0.
     """
     if not stream or nbytes < 64:
         _copy_cached(target, source, nbytes)
@@ -180,7 +214,7 @@ def _copy_segment(target: int, source: int, nbytes: int, stream: bool, ahead: in
 
 @kernel
 def _copy_long(target: int, source: int, nbytes: int, stream: bool, ahead: int) -> None:
-    """One long segment; meanwhile asks for what lies ``ahead`` bytes from its source."""
+    """Copies a long segment; also prefetches the bytes ``ahead`` bytes from its source."""
     if nbytes > _PREFETCH_LIMIT:
         ahead = 0
     if ahead == 0 or (stream and nbytes >= 64):
@@ -207,7 +241,7 @@ def _copy_segments(
     ahead: int,
     target_ahead: int,
 ) -> None:
-    """Three loops around a segment."""
+    """Copies segments in three loops."""
     inner_source, inner_target = dims[0].source_stride, dims[0].target_stride
     for k in range(dims[2].extent):
         for j in range(dims[1].extent):
@@ -227,11 +261,11 @@ def _copy_segments(
 
 @kernel
 def _stream_segments(target: int, source: int, dims: Any, segment: int, ahead: int) -> None:
-    """The same for short segments, around the cache, in a loop without calls: a call for each would
-    add a sixth to the time.
+    """Copies short segments around the cache, in a loop without calls.
 
-    All begin and end on 16 bytes. Those that do not begin and end on lines follow one another on
-    the target, so that each completes the line of the one before.
+    A call per segment would add a sixth to the time. All segments begin and end on 16 bytes.
+    Segments that do not begin and end on lines must be adjacent on the target, so that each segment
+    completes the line of the previous segment.
     """
     count, source_step, target_step = dims[0].extent, dims[0].source_stride, dims[0].target_stride
     for k in range(dims[2].extent):
@@ -259,7 +293,7 @@ def _stream_segments(target: int, source: int, dims: Any, segment: int, ahead: i
 def _copy_row(
     target: int, source: int, count: int, target_step: int, source_step: int, width: int
 ) -> None:
-    """``count`` single elements of ``width`` bytes."""
+    """Copies ``count`` single elements of ``width`` bytes."""
     if width == 1:
         for i in range(count):
             move_1(target + i * target_step, source + i * source_step)
@@ -281,7 +315,7 @@ def _copy_row(
 def _transpose_square(
     target: int, target_step: int, source: int, source_step: int, width: int
 ) -> None:
-    """16 bytes times 16 bytes; rows lie dense on the source, columns on the target."""
+    """Transposes 16 bytes times 16 bytes; rows lie dense on the source, columns on the target."""
     if width == 1:
         transpose_1(target, target_step, source, source_step)
     elif width == 2:
@@ -296,11 +330,11 @@ def _transpose_square(
 def _copy_plane(
     target: int, source: int, inner: Any, across: Any, width: int, ahead: int, target_ahead: int
 ) -> None:
-    """Two dims of single elements: ``inner`` lies closest on the target, ``across`` on the source.
+    """Copies two dims of elements: ``inner`` lies closest on the target, ``across`` on the source.
 
-    Where each lies dense, whole squares are transposed in registers; the margins go one by one.
-    ``ahead`` and ``target_ahead`` are where the next run lies: its lines are asked for on both
-    sides, because squares of 16 bytes are too short to stream.
+    If both dims lie dense, whole squares are transposed in registers; the margins go element by
+    element. ``ahead`` and ``target_ahead`` lead to the next run. The next run's lines are
+    prefetched on both sides, because squares of 16 bytes are too short to stream.
     """
     inner_count, inner_source, inner_target = inner.extent, inner.source_stride, inner.target_stride
     across_count = across.extent
@@ -336,8 +370,8 @@ def _copy_plane(
 def _copy_elements(
     target: int, source: int, dims: Any, left: int, width: int, ahead: int, target_ahead: int
 ) -> None:
-    """Up to three loops around single elements."""
-    across = 1  # of the outer dims, the one along which the source lies closest
+    """Copies elements in up to three loops."""
+    across = 1  # the outer dim along which the source lies closest
     if left > 2 and abs(dims[2].source_stride) < abs(dims[1].source_stride):
         across = 2
     rest = 3 - across
@@ -365,17 +399,17 @@ def _copy_box(
     target_ahead: int,
     in_place: bool,
 ) -> int:
-    """One run of one tile that is not a single segment; returns its number of segments."""
+    """Copies one run of one tile with several segments; returns the number of segments."""
     for dim in range(left, 3):
         dims[dim].extent, dims[dim].source_stride, dims[dim].target_stride = 1, 0, 0
     edges = target | dims[0].target_stride | dims[1].target_stride | dims[2].target_stride | segment
     aligned = edges & 63 == 0 or (edges & 15 == 0 and dims[0].target_stride == segment)
-    if segment <= 16 and segment & (segment - 1) == 0:  # a set of them would be made at each call
+    if segment <= 16 and segment & (segment - 1) == 0:  # a set would be made at each call
         _copy_elements(target, source, dims, left, segment, ahead, target_ahead)
     elif stream and not in_place and aligned and 64 <= segment < _LARGE:
         _stream_segments(target, source, dims, segment, ahead)
     else:
-        # Segments are written whole: their lines are worth asking for only if they are read first.
+        # Segments are written whole, so prefetching their lines pays only if these are read first.
         read_ahead = target_ahead if in_place else 0
         _copy_segments(target, source, dims, segment, stream, ahead, read_ahead)
     segments = 1
@@ -394,7 +428,7 @@ def copy_table(
     stream: bool,
     in_place: int,
 ) -> int:
-    """Copies every tile of every run; returns the number of segments, after merging.
+    """Copies every tile of every run; returns the number of segments after merging.
 
     Args:
         source_addresses: int64, address of each source region.
@@ -403,8 +437,8 @@ def copy_table(
         runs: rows of ``RUN_DTYPE``.
         dims: three rows of ``DIM_DTYPE``, scratch of this call.
         stream: whether stores go around the cache.
-        in_place: if not 0, only so many runs are copied: the source is a buffer, and the memory
-            that the same number of runs behind them write is read next, so it is asked for.
+        in_place: if not 0, number of runs to copy. Then the source is a buffer, and the target
+            memory of the next ``in_place`` runs is prefetched, because that memory is read next.
     """
     segments = 0
     count = min(in_place, len(runs)) if in_place else len(runs)
@@ -447,7 +481,7 @@ def copy_table(
 
 @kernel
 def token_bytes(tiles: Any) -> int:
-    """Bytes that all tiles together move of one token."""
+    """Number of bytes of one token in all tiles together."""
     total = 0
     for t in range(len(tiles)):
         total += tiles[t].heads * tiles[t].elements * tiles[t].itemsize
@@ -456,7 +490,7 @@ def token_bytes(tiles: Any) -> int:
 
 @kernel
 def count_tokens(runs: Any) -> int:
-    """Tokens of all runs."""
+    """Number of tokens of all runs."""
     total = 0
     for r in range(len(runs)):
         total += runs[r].tokens
@@ -467,7 +501,7 @@ def count_tokens(runs: Any) -> int:
 def copy_now(
     source_addresses: Any, target_addresses: Any, tiles: Any, runs: Any, stream_bytes: int
 ) -> int:
-    """:func:`copy_table`; its stores go around the cache from ``stream_bytes`` on."""
+    """Calls :func:`copy_table`, with stores around the cache from ``stream_bytes`` on."""
     dims = np.empty(3, DIM_DTYPE)
     stream = token_bytes(tiles) * count_tokens(runs) >= stream_bytes
     return copy_table(source_addresses, target_addresses, tiles, runs, dims, stream, 0)
@@ -475,13 +509,13 @@ def copy_now(
 
 @kernel
 def list_segments(tiles: Any, runs: Any, out: Any) -> int:
-    """What :func:`copy_table` would copy, as rows; returns their number.
+    """Lists the copies of :func:`copy_table` as rows; returns the number of copies.
 
     Args:
         tiles: rows of ``TILE_DTYPE``.
         runs: rows of ``RUN_DTYPE``.
-        out: rows of ``SEGMENT_DTYPE``, written; what has no room is counted only, so that an empty
-            one serves to count.
+        out: rows of ``SEGMENT_DTYPE``, written; copies without room are only counted, so an empty
+            array serves to count.
     """
     dims = np.empty(3, DIM_DTYPE)
     count = 0
@@ -507,18 +541,11 @@ def list_segments(tiles: Any, runs: Any, out: Any) -> int:
 def _list_box(
     tile: Any, source: int, target: int, dims: Any, left: int, segment: int, out: Any, count: int
 ) -> int:
-    total = 1
-    for dim in range(left):
-        total *= dims[dim].extent
+    total = count_pieces(dims, left)
     for index in range(min(total, len(out) - count)):
-        rest, from_, to = index, source, target
-        for dim in range(left):
-            step = rest % dims[dim].extent
-            rest //= dims[dim].extent
-            from_ += step * dims[dim].source_stride
-            to += step * dims[dim].target_stride
+        from_, to = piece_at(dims, left, index)
         row = out[count + index]
-        row.source_region, row.source_offset = tile.source_region, from_
-        row.target_region, row.target_offset = tile.target_region, to
+        row.source_region, row.source_offset = tile.source_region, source + from_
+        row.target_region, row.target_offset = tile.target_region, target + to
         row.nbytes = segment
     return count + total

@@ -1,16 +1,17 @@
-"""Where a cell lies inside a KV cache tensor: the order of its dims.
+"""Where a cell lies inside a KV cache tensor: the order of the tensor's dims.
 
 Legend of the letters::
 
-    L  layer (only where one tensor holds every layer of a rank)
+    L  layer (only if one tensor holds every layer of a rank)
     K  part: k, then v
     B  block
     N  token inside a block
     H  KV head of the rank
-    D  element of a head; C is another word for it where k and v are packed into it
+    D  element of a head; C also means D, in orders that pack k and v into one dim
 
-A layout is an outer order, and where the parts of a cache differ inside, one inner order per part.
-Everything else is strides, so every permutation is as good as any other.
+A layout is an outer order. If the parts of a cache have different inner orders, a layout also has
+one inner order per part. Addresses need strides only, so every permutation of the dims works
+equally well.
 """
 
 import difflib
@@ -30,7 +31,6 @@ _MEANING = {
     "D": "elements",
 }
 
-#: Every name that :meth:`Layout.named` knows, and its order.
 LAYOUT_NAMES: Mapping[str, str] = {
     "NHD": "KBNHD",
     "HND": "KBHND",
@@ -42,6 +42,7 @@ LAYOUT_NAMES: Mapping[str, str] = {
         )
     },
 }
+"""Every name that :meth:`Layout.named` knows → the order behind the name."""
 
 _WITH_INNER = re.compile(r"([A-Z]*)\(([^()]*)\)")
 
@@ -52,17 +53,17 @@ class Box(NamedTuple):
     layers: int
     blocks: int
     tokens: int
-    """Tokens per block."""
+    """Number of tokens per block."""
     heads: int
     parts: tuple[tuple[str, int], ...]
-    """Name and elements per head of each part, in the order in which they lie."""
+    """Name and elements per head of each part, in the order of the parts in memory."""
 
 
 class CellStrides(NamedTuple):
     """Address of a cell of one part relative to its tensor, in the unit of the tensor's strides.
 
-    ``offset + layer * l + block * b + token * n + head * h + element * d``, with indices local to
-    the rank. In bytes, it is also what the handshake carries.
+    The address is ``offset + layer * l + block * b + token * n + head * h + element * d``, with
+    indices local to the rank. The handshake carries these numbers in bytes.
     """
 
     offset: int
@@ -86,20 +87,20 @@ class Layout:
     >>> Layout.named("BLHNC").shape(Box(32, 100, 16, 8, (("k", 128), ("v", 128))))
     (100, 32, 8, 16, 256)
 
-    An absent dim has extent 1. Without K, or where the parts differ in size, the parts share D:
-    first the elements of k, then those of v. With ``inner`` orders, what they name is one flat
-    last dim of the tensor, because the parts have no shape in common.
+    An absent dim has extent 1. If K is absent, or the parts differ in size, the parts share D: the
+    elements of k come first, then the elements of v. With ``inner`` orders, the dims of the inner
+    orders form one flat last dim of the tensor, because the parts have no common shape.
 
     Raises:
-        ValueError: the letters do not make an order; the message says what would.
+        ValueError: the letters do not make an order; the message names an order that would work.
     """
 
     order: str = field(compare=False)
-    """The order as written; the outer dims only if there are inner orders."""
+    """The order as written; only the outer dims if there are inner orders."""
     inner: Mapping[str, str] | tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """Part name → order of its inner dims; kept as a sorted tuple of pairs."""
     key: tuple[str, tuple[tuple[str, str], ...]] = field(default=("", ()), init=False, repr=False)
-    """What equality and hash look at: C written as D."""
+    """Key of equality and hash: the orders with C written as D."""
 
     def __post_init__(self) -> None:
         pairs = self.inner.items() if isinstance(self.inner, Mapping) else self.inner
@@ -129,7 +130,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """A name, an order, or an order with inner orders; undoes ``str(layout)``.
+        """Parses a name, an order, or an order with inner orders; the inverse of ``str(layout)``.
 
         Raises:
             ValueError: the text is none of these.
@@ -158,12 +159,12 @@ class Layout:
 
     @property
     def inner_orders(self) -> dict[str, str]:
-        """Part name → order of its inner dims; empty where all dims are outer."""
+        """Part name → order of its inner dims; empty if all dims are outer."""
         return dict(self.inner)
 
     @property
     def is_cross_layer(self) -> bool:
-        """Whether one tensor holds every layer of a rank."""
+        """Whether a single tensor holds every layer of a rank."""
         return "L" in self.order
 
     def without_layers(self) -> "Layout":
@@ -171,7 +172,7 @@ class Layout:
         return Layout(self.order.replace("L", ""), self.inner)
 
     def dims(self, parts: tuple[tuple[str, int], ...]) -> str:
-        """The letters of the tensor's dims for these parts; a flat inner content is ``*``."""
+        """Letters of the tensor's dims for these parts; ``*`` stands for a flat inner dim."""
         order, inner = self.key
         if len({elements for _, elements in parts}) > 1:
             order = order.replace("K", "")
@@ -191,8 +192,8 @@ class Layout:
         """Where the cells of each part lie, given the strides of the tensor's dims.
 
         Args:
-            box: what the tensor holds.
-            tensor_strides: one per dim of :meth:`shape`, in bytes or any other unit.
+            box: number of cells that the tensor holds along each dim.
+            tensor_strides: one stride per dim of :meth:`shape`, in bytes or any other unit.
 
         Raises:
             ValueError: see :meth:`shape`, or a wrong number of strides.
@@ -203,7 +204,7 @@ class Layout:
             raise ValueError(f"layout {self}: {len(dims)} dims, got {len(tensor_strides)} strides")
         outer = dict(zip(dims, tensor_strides, strict=True))
         result = {}
-        first = 0  # cells of the earlier parts in the dim that they share
+        first = 0  # number of cells of the earlier parts in the shared dim
         for index, (part, elements) in enumerate(box.parts):
             steps = outer | self._inner_steps(part, elements, box, outer.get("*", 0))
             if "K" in outer:
@@ -222,7 +223,7 @@ class Layout:
         return steps
 
     def _content(self, part: str, elements: int, box: Box) -> int:
-        """Cells of one part in the dim that packed parts share."""
+        """Number of cells of one part in the dim that packed parts share."""
         inner = dict(self.key[1]).get(part, "D")
         return math.prod(elements if dim == "D" else _extents(box)[dim] for dim in inner)
 
@@ -259,7 +260,7 @@ def _extents(box: Box) -> dict[str, int]:
 
 
 def _problem(order: str, inner: tuple[tuple[str, str], ...]) -> str:
-    """What is wrong with an order, with what would work; empty if nothing is."""
+    """The error in an order, with a suggestion; empty if the order is valid."""
     for _, letters in inner or (("", ""),):
         problem = _letters_problem(order + letters)
         if problem:

@@ -1,23 +1,23 @@
-"""Repacks: blocks that were filled in a source's geometry are made to hold the target's.
+"""Repacks: blocks filled in a source's geometry are made to hold the target's geometry.
 
 A wire that moves whole blocks fills the blocks of the target with bytes in the order of the source.
-What must then happen is a permutation of the bytes of a few blocks, the same one everywhere::
+Afterwards the bytes of these blocks must be permuted; the permutation is the same everywhere::
 
     cache blocks ── gather tiles × gather runs ──▶ frame ── scatter tiles × scatter runs ──▶ the
                                                             same cache blocks
 
-A **frame** is the smallest number of tokens that both sides cut into whole blocks: one block of the
-target where the source's are equal or divide it, several where they are larger. Its bytes, one
-block after the other, are what the wire filled::
+A **frame** is the smallest number of tokens that both sides cut into whole blocks. A frame is a
+single block of the target if the source's block size divides the target's block size, otherwise
+several blocks. Its bytes, block after block, are the bytes that the wire filled::
 
     target blocks    |  ids[0]: 6 tokens  |  ids[1]: 6 tokens  |   block_size       6
     filled with      | 4 tokens | 4 tokens | 4 tokens |             held_block_size  4
                      └──────────── frame: 12 tokens ───────────┘
 
-A **unit** is the memory that one permutation touches: a layer, or one part of a layer where both
-sides keep the parts apart. A repack holds tiles of many units; it knows no block ids. Gather and
-scatter are tiles × runs as everywhere, with a dense frame in between, so that block size, layout,
-order of the parts and head slices of several sources are one computation.
+A **unit** is the memory that one permutation touches: a layer, or one part of a layer if both sides
+keep the parts separate. A repack holds tiles of many units, and knows no block ids. Gather and
+scatter are tiles × runs as everywhere, with a dense frame between. So block size, layout, order of
+the parts and head slices of several sources are a single computation.
 """
 
 import functools
@@ -33,66 +33,69 @@ from kvferry.errors import BlockIdError
 from kvferry.layouts.layout import Box, CellStrides, Layout
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 
+_FEW_IDS = 64
+"""Number of block ids up to which Python's own list and set check the ids sooner than NumPy."""
+
 Parts: TypeAlias = tuple[tuple[str, int], ...]
 """Name and elements per head of each part of a unit."""
 
 
-class Place(NamedTuple):
-    """Where one part of a unit lies in the cache."""
+class FramePlace(NamedTuple):
+    """Place of one part of a unit in the cache."""
 
     region: int
     cells: CellStrides
-    """In bytes, from the region's start; ``layer`` is not used."""
+    """Offset and strides of the cells in bytes, from the region's start; ``layer`` is not used."""
 
 
 class HeldSlice(NamedTuple):
-    """What one source filled of every held block: some neighbouring heads, all parts, dense."""
+    """The share of a source in every held block: some neighbouring heads, all parts, dense."""
 
     layout: Layout
-    """The source's layout; of its dims, those inside a block count."""
+    """Layout of the source; only the dims inside a block count."""
     heads: int
 
 
 class Unit(NamedTuple):
-    """One permutation's memory."""
+    """The memory of one permutation."""
 
     parts: Parts
-    places: tuple[Place, ...]
-    """One per part."""
+    places: tuple[FramePlace, ...]
+    """Place of each part of the unit, in the order of ``parts``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Repack:
-    """What lies where before and after; see the picture above. Frozen, without block ids."""
+    """Places of all bytes before and after; see the picture above. Frozen, without block ids."""
 
     block_size: int
-    """Tokens of a block of the cache."""
+    """Number of tokens of a block of the cache."""
     held_block_size: int
-    """Tokens of a block as it was filled."""
+    """Number of tokens of a block as filled by the source."""
     gather: Tiles
-    """From the cache to a frame, ``tiles_per_unit[0]`` rows per unit."""
+    """Tiles from the cache to a frame, ``tiles_per_unit[0]`` rows per unit."""
     scatter: Tiles
-    """From a frame to the cache, ``tiles_per_unit[1]`` rows per unit."""
+    """Tiles from a frame to the cache, ``tiles_per_unit[1]`` rows per unit."""
     tiles_per_unit: tuple[int, int]
 
     @property
     def frame_blocks(self) -> int:
-        """Blocks of the cache that are permuted among themselves: a request has a multiple."""
+        """Number of cache blocks in a frame; the number of a request's blocks is a multiple."""
         return self.frame_tokens // self.block_size
 
     @property
     def frame_tokens(self) -> int:
-        """Tokens of a frame."""
+        """Number of tokens of a frame."""
         return math.lcm(self.block_size, self.held_block_size)
 
     @property
     def units(self) -> int:
-        """How many units the tiles describe."""
+        """Number of units that the tiles describe."""
         return len(self.gather) // self.tiles_per_unit[0]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of the largest unit."""
+        """Number of bytes of a block of the largest unit."""
         if not len(self.gather):
             return 0
         return int(self.gather["target_block_stride"].max())
@@ -101,8 +104,8 @@ class Repack:
         """The runs of gather and scatter for checked block ids, frame after frame.
 
         Args:
-            block_ids: a multiple of ``frame_blocks`` of them.
-            batch_frames: how many frames the dense memory holds at a time; all of them if 0.
+            block_ids: block ids; their number is a multiple of ``frame_blocks``.
+            batch_frames: number of frames that the dense memory holds at a time; 0 for all frames.
         """
         blocks = self.frame_blocks
         templates = _frame_runs(self.block_size, self.held_block_size)
@@ -131,10 +134,10 @@ def make_repack(
     held: Sequence[HeldSlice],
     held_block_size: int,
 ) -> Repack:
-    """Describes a repack. Units that it would not change are left out.
+    """Describes a repack. Units that the repack would not change are left out.
 
     >>> cells = CellStrides(offset=0, layer=0, block=8, token=2, head=1, element=1)
-    >>> unit = Unit((("k", 1),), (Place(0, cells),))  # 4 tokens, 2 heads, 1 byte: NHD
+    >>> unit = Unit((("k", 1),), (FramePlace(0, cells),))  # 4 tokens, 2 heads, 1 byte: NHD
     >>> nhd, hnd = Layout.named("NHD"), Layout.named("HND")
     >>> options = {"itemsize": 1, "heads": 2, "block_size": 4, "slots": nhd}
     >>> repack = make_repack([unit], held=[HeldSlice(hnd, 2)], held_block_size=8, **options)
@@ -144,13 +147,14 @@ def make_repack(
     0
 
     Args:
-        units: where the cells lie; all with as many parts.
+        units: places of the cells; all units have the same number of parts.
         itemsize: bytes per element.
-        heads: heads of the target rank.
+        heads: number of heads of the target rank.
         block_size: tokens per block of the cache.
-        slots: the order in which the bytes of a block of the cache were filled, its own as a rule.
-        held: what each source filled of a held block, ascending by heads.
-        held_block_size: tokens per block as it was filled.
+        slots: order in which the bytes of a cache block were filled; usually the cache's own
+            layout.
+        held: share of each source in a held block, ascending by heads.
+        held_block_size: tokens per block as filled by the source.
 
     Raises:
         ValueError: the slices do not make up the heads, a block size is below 1, or a layout
@@ -168,8 +172,11 @@ def make_repack(
 
 
 def _described(shape: "_Shape", units: Sequence[Unit]) -> Repack:
-    gather = [_gather_rows(shape, unit) for unit in units]
-    scatter = [_scatter_rows(shape, unit) for unit in units]
+    slots = [HeldSlice(shape.slots, shape.heads)]
+    gather = [_rows(shape, unit, slots, shape.block_size, gather=True) for unit in units]
+    scatter = [
+        _rows(shape, unit, shape.held, shape.held_block_size, gather=False) for unit in units
+    ]
     return Repack(
         shape.block_size,
         shape.held_block_size,
@@ -182,40 +189,46 @@ def _described(shape: "_Shape", units: Sequence[Unit]) -> Repack:
 def check_ids(repack: Repack, block_ids: Any, num_blocks: int) -> npt.NDArray[np.int64]:
     """Block ids as an array, ready for :meth:`Repack.bind`.
 
-    Where a frame is a single block, a block that stands twice is repacked once.
+    If a frame is a single block, a repeated block is repacked once.
 
     Args:
-        repack: what they are for.
-        block_ids: a sequence, an array, or a torch tensor (one on a device is waited for).
-        num_blocks: blocks of the cache.
+        repack: the repack for the ids.
+        block_ids: a sequence, an array, or a torch tensor (the call waits for a tensor on a
+            device).
+        num_blocks: number of blocks of the cache.
 
     Raises:
-        ValueError: they are no whole frames, or a block stands in two places of frames.
+        ValueError: the ids are no whole frames, or a block stands in two places of frames.
         BlockIdError: an id is negative or not below ``num_blocks``.
     """
-    tolist = getattr(block_ids, "tolist", None)
-    ids = np.array(block_ids if tolist is None else tolist(), dtype=np.int64).reshape(-1)
-    if len(ids) % repack.frame_blocks:
+    to_host = getattr(block_ids, "cpu", None)
+    ids = np.array(block_ids if to_host is None else to_host().numpy(), dtype=np.int64).reshape(-1)
+    each = repack.frame_blocks
+    if len(ids) % each:
         raise ValueError(
-            f"block ids: {len(ids)} blocks, but {repack.frame_blocks} consecutive ones of "
-            f"{repack.block_size} tokens hold whole blocks of {repack.held_block_size}; give a "
-            f"multiple of {repack.frame_blocks}"
+            f"block ids: {len(ids)} blocks, but {each} consecutive ones of {repack.block_size} "
+            f"tokens hold whole blocks of {repack.held_block_size}; give a multiple of {each}"
         )
-    if len(ids) and not 0 <= ids.min() <= ids.max() < num_blocks:
-        wrong = ids.max() if ids.min() >= 0 else ids.min()
+    are_few = len(ids) <= _FEW_IDS
+    ordered: Any = ids.tolist() if are_few else ids.copy()
+    ordered.sort()
+    if len(ids) and not 0 <= ordered[0] <= ordered[-1] < num_blocks:
+        wrong = ordered[-1] if ordered[0] >= 0 else ordered[0]
         raise BlockIdError(f"block {wrong} does not exist; there are {num_blocks} blocks")
-    different = np.unique(ids)
-    if len(different) == len(ids):
+    if are_few and len(set(ordered)) == len(ids):
         return ids
-    if repack.frame_blocks == 1:
-        return different
-    ordered = np.sort(ids)
-    twice = ordered[1:][ordered[1:] == ordered[:-1]][0]
+    ordered = np.asarray(ordered)
+    again = ordered[1:] == ordered[:-1]
+    if not again.any():
+        return ids
+    if each == 1:
+        return np.unique(ids)
+    twice = ordered[1:][again][0]
     raise ValueError(f"block ids: {twice} stands twice; its bytes can belong to one frame only")
 
 
 class _Shape(NamedTuple):
-    """What all units of a repack share."""
+    """Numbers that all units of a repack share."""
 
     itemsize: int
     heads: int
@@ -228,7 +241,7 @@ class _Shape(NamedTuple):
 def dense_strides(
     layout: Layout, parts: Parts, itemsize: int, tokens: int, heads: int
 ) -> dict[str, CellStrides]:
-    """Byte strides of dense blocks, one after the other, in the order of a layout."""
+    """Byte strides of dense, adjacent blocks, in the order of a layout."""
     order = "B" + "".join(dim for dim in layout.order if dim not in "LB")
     inner = Layout(order, layout.inner)
     box = Box(1, 1, tokens, heads, parts)
@@ -238,36 +251,33 @@ def dense_strides(
     return inner.strides(box, strides)
 
 
-def _gather_rows(shape: _Shape, unit: Unit) -> list[tuple[int, ...]]:
-    """One row per part; what lies in memory as it was filled is merged when it is copied."""
-    dense = dense_strides(shape.slots, unit.parts, shape.itemsize, shape.block_size, shape.heads)
-    return [
-        (
-            *_side(place.region, place.cells),
-            *_side(0, dense[name]),
-            *(shape.heads, elements, shape.itemsize),
-        )
-        for (name, elements), place in zip(unit.parts, unit.places, strict=True)
-    ]
+def _rows(
+    shape: _Shape, unit: Unit, filled: Sequence[HeldSlice], tokens: int, *, gather: bool
+) -> list[tuple[int, ...]]:
+    """Rows of ``TILE_DTYPE`` between a unit in the cache and a frame: a row per slice and part.
 
-
-def _scatter_rows(shape: _Shape, unit: Unit) -> list[tuple[int, ...]]:
-    per_head = shape.held_block_size * sum(n for _, n in unit.parts) * shape.itemsize
+    Args:
+        shape: numbers that all units share.
+        unit: places of the cells in the cache.
+        filled: slices of heads in a block of the frame, ascending by heads.
+        tokens: number of tokens of such a block.
+        gather: whether the rows go from the cache to the frame; otherwise the rows go back.
+    """
+    per_head = tokens * sum(n for _, n in unit.parts) * shape.itemsize
     rows = []
     head = 0
-    for held in shape.held:
-        dense = dense_strides(
-            held.layout, unit.parts, shape.itemsize, shape.held_block_size, held.heads
-        )
+    for each in filled:
+        dense = dense_strides(each.layout, unit.parts, shape.itemsize, tokens, each.heads)
         for (name, elements), place in zip(unit.parts, unit.places, strict=True):
             found = dense[name]
-            source = found._replace(
+            frame = found._replace(
                 offset=found.offset + head * per_head, block=shape.heads * per_head
             )
-            target = place.cells._replace(offset=place.cells.offset + head * place.cells.head)
-            extents = (held.heads, elements, shape.itemsize)
-            rows.append((*_side(0, source), *_side(place.region, target), *extents))
-        head += held.heads
+            cells = place.cells._replace(offset=place.cells.offset + head * place.cells.head)
+            sides = (_side(place.region, cells), _side(0, frame))
+            source, target = sides if gather else sides[::-1]
+            rows.append((*source, *target, each.heads, elements, shape.itemsize))
+        head += each.heads
     return rows
 
 
@@ -289,7 +299,7 @@ def _frame_runs(block_size: int, held_block_size: int) -> Runs:
 
 
 def _moves(repack: Repack) -> bool:
-    """Whether any byte of a repack of one unit goes to another place than it lies in."""
+    """Whether the repack of one unit moves any byte to another place."""
     from kvferry.layouts.copier import expand  # compiles; planning alone need not
 
     gather_runs, scatter_runs = repack.bind(np.arange(repack.frame_blocks))

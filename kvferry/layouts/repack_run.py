@@ -1,13 +1,13 @@
-"""How a repack is carried out: the copier, to dense frames and back.
+"""How a repack is carried out: the copier copies to dense frames and back.
 
-In host memory each batch of frames is gathered into a buffer and scattered back while its cache
-lines are still close, so the memory itself is read once and written once, and no line is fetched
-only to be overwritten. As batches are scattered, the memory of the next ones is asked for, so that
-the core does not wait for it. Streaming stores are slower here, measured: the lines are in the
+In host memory, each batch of frames is gathered into a buffer and scattered back while its cache
+lines are still close. So the memory itself is read once and written once, and no line is fetched
+only for overwriting. During the scatter of a batch, the memory of the next batches is prefetched,
+so that the core need not wait. Streaming stores are slower here, measured: the lines are in the
 cache already.
 
-On a device Triton's kernel does it in one pass (``repack_triton.py``). What it leaves goes to a
-scratch buffer in one launch of the device's copier and comes back in another.
+On a device, Triton's kernel does the repack in one pass (``repack_triton.py``). Other repacks go to
+a scratch buffer in one launch of the device's copier, and come back in another.
 """
 
 import threading
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
 BUFFER_BYTES = 128 << 10
-"""Bytes of the buffer unless one frame needs more: with the frames themselves a core's share of
-the second-level cache."""
+"""Number of bytes of the buffer unless one frame needs more: together with the frames themselves, a
+core's share of the second-level cache."""
 
 SCRATCH_BYTES = 256 << 20
-"""Bytes of scratch on a device unless one frame of all units needs more: two launches then move
-enough to keep a GPU busy, and an engine that has filled the GPU has room for it."""
+"""Number of bytes of scratch on a device unless one frame of all units needs more. Two launches
+then move enough to keep a GPU busy, and an engine that has filled the GPU still has room."""
 
 
 def repack_on_host(
@@ -42,10 +42,10 @@ def repack_on_host(
     """Repacks blocks in place. Releases the interpreter lock.
 
     Args:
-        repack: what to do.
-        addresses: of each region in this process.
-        block_ids: as :func:`~kvferry.layouts.repack.check_ids` gives them.
-        threads: how many share the work, this one included.
+        repack: the permutation to carry out.
+        addresses: address of each region in this process.
+        block_ids: block ids from :func:`~kvferry.layouts.repack.check_ids`.
+        threads: number of threads that share the work, including the calling thread.
     """
     frames = len(block_ids) // repack.frame_blocks
     frame_bytes = repack.block_bytes * repack.frame_blocks
@@ -59,7 +59,7 @@ def repack_on_host(
         as_rows(scatter_runs, RUN_DTYPE),
     )
     batches = -(-frames // batch)
-    # The next batch has room in the cache only beside small ones: of larger, it drives out this.
+    # Only a small next batch has room in the cache; a larger one would drive out the current batch.
     reach = 2 if batch * frame_bytes <= BUFFER_BYTES else 1
     per_batch = (batch * repack.frame_blocks, batch * (len(scatter_runs) // frames))
     total = repack.units * batches
@@ -67,7 +67,7 @@ def repack_on_host(
     edges = [total * number // threads for number in range(threads + 1)]
 
     def work(number: int) -> None:
-        # Bytes of a frame may not share lines with another thread's.
+        # Bytes of a frame must not share lines with another thread's frame.
         buffer = np.empty(frame_bytes * batch + 128, dtype=np.uint8)
         repack_table(
             *tables,
@@ -94,9 +94,9 @@ def repack_on_device(
     """Repacks blocks in place, on the device's current stream.
 
     Args:
-        repack: what to do.
-        regions: tensors that begin where the regions begin, all on one device.
-        block_ids: as :func:`~kvferry.layouts.repack.check_ids` gives them.
+        repack: the permutation to carry out.
+        regions: tensors that begin where the regions begin, all on the same device.
+        block_ids: block ids from :func:`~kvferry.layouts.repack.check_ids`.
         copy: the device's copier: (source regions, target regions, tiles, runs).
     """
     import torch
@@ -118,18 +118,18 @@ def repack_on_device(
 
 
 class Batches(NamedTuple):
-    """How the tables of a repack are divided; a batch is some frames of one unit."""
+    """Division of the tables of a repack; a batch is some frames of one unit."""
 
     gather_tiles: int
-    """Of a unit."""
+    """Number of gather tiles of a unit."""
     scatter_tiles: int
     gather_runs: int
-    """Of a batch."""
+    """Number of gather runs of a batch."""
     scatter_runs: int
     per_unit: int
-    """Batches of a unit."""
+    """Number of batches of a unit."""
     reach: int
-    """2 if the memory of the next batch is asked for, else 1."""
+    """2 if the memory of the next batch is prefetched, else 1."""
 
 
 @kernel
@@ -148,12 +148,13 @@ def repack_table(
 
     Args:
         addresses: int64, address of each region.
-        gather: rows of ``TILE_DTYPE``, of all units.
-        scatter: likewise.
-        gather_runs: rows of ``RUN_DTYPE``, of all frames; block places count from the start of a
+        gather: rows of ``TILE_DTYPE``, for all units.
+        scatter: rows of ``TILE_DTYPE``, for all units.
+        gather_runs: rows of ``RUN_DTYPE``, for all frames; block places count from the start of a
             batch.
-        scatter_runs: likewise.
-        batches: how many of each belong together.
+        scatter_runs: rows of ``RUN_DTYPE``, for all frames; block places count from the start of a
+            batch.
+        batches: how many tiles and runs belong together.
         first: first batch, counted over all units.
         last: end of the batches.
         buffer: int64[1], address of the frames' dense memory.

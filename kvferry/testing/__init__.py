@@ -1,21 +1,22 @@
-"""Conformance suites for authors of connectors and transports, and what the suites stand on.
+"""Conformance suites for authors of connectors and transports, with their tools.
 
-    ConnectorConformance   what every connector must do                 connector_conformance.py
-    HybridConnectorConformance   the same with KV cache groups          connector_conformance.py
+    ConnectorConformance   the tests of every connector                 connector_conformance.py
+    HybridConnectorConformance   these tests with KV cache groups       connector_conformance.py
     FakeEngine             drives a connector's halves, checks them     fake_engine.py
-    KnownCache             a KV cache whose every cell is known         known_cache.py
-    TransportConformance   what every transport must do                 transport_conformance.py
-    UnfencedTransportConformance   the same for those that cannot fence   unfenced_conformance.py
+    KnownCache             a KV cache with known cells                  known_cache.py
+    TransportConformance   the tests of every transport                 transport_conformance.py
+    UnfencedTransportConformance   tests for transports without fence   unfenced_conformance.py
     faulty_transport, …    transports that lose, delay and stall reads  faults.py
-    unfenced_transport, …  one whose bytes land when the test lets them unfenced.py
-    HostCopyStream         a thread in the place of a device            host_device.py
+    unfenced_transport, …  a transport whose bytes wait for the test    unfenced.py
+    HostCopyStream, HostDevice   a thread in the place of a device      host_device.py
+    TorchDevice            a GPU, for caches in its memory              torch_device.py
     Network                hosts made of namespaces, and their links    hosts/
-    network                the same as a fixture of pytest              fixtures.py
+    network                a Network as a pytest fixture                fixtures.py
     HostPair               two engines on two hosts                     host_engines.py
     MultiHostConnectorConformance   connectors between hosts            multi_host_conformance.py
     until                  waits for what must come                     waiting.py
 
-Subclass a suite in a test file of yours and give it one fixture. The suites need pytest.
+Subclass a suite in your own test file and override one fixture. The suites need pytest.
 """
 
 import importlib
@@ -34,11 +35,12 @@ if TYPE_CHECKING:
         slow_transport,
         stalling_transport,
     )
-    from kvferry.testing.host_device import HostCopyStream
+    from kvferry.testing.host_device import HostCopyStream, HostDevice
     from kvferry.testing.host_engines import HostEngine, HostPair
     from kvferry.testing.hosts import Host, HostProcess, Network
     from kvferry.testing.known_cache import KnownCache
     from kvferry.testing.multi_host_conformance import MultiHostConnectorConformance
+    from kvferry.testing.torch_device import TorchDevice
     from kvferry.testing.transport_conformance import TransportConformance
     from kvferry.testing.unfenced import ReadGate, unfenced_transport
     from kvferry.testing.unfenced_conformance import UnfencedTransportConformance
@@ -50,6 +52,7 @@ __all__ = [
     "Faults",
     "Host",
     "HostCopyStream",
+    "HostDevice",
     "HostEngine",
     "HostPair",
     "HostProcess",
@@ -59,6 +62,7 @@ __all__ = [
     "Network",
     "NotInTimeError",
     "ReadGate",
+    "TorchDevice",
     "TransportConformance",
     "UnfencedTransportConformance",
     "faulty_transport",
@@ -75,6 +79,7 @@ _MODULES = {
     "Faults": "faults",
     "Host": "hosts",
     "HostCopyStream": "host_device",
+    "HostDevice": "host_device",
     "HostEngine": "host_engines",
     "HostPair": "host_engines",
     "HostProcess": "hosts",
@@ -84,6 +89,7 @@ _MODULES = {
     "Network": "hosts",
     "NotInTimeError": "waiting",
     "ReadGate": "unfenced",
+    "TorchDevice": "torch_device",
     "TransportConformance": "transport_conformance",
     "UnfencedTransportConformance": "unfenced_conformance",
     "faulty_transport": "faults",
@@ -96,8 +102,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for: pytest must rewrite a suite's asserts before it is imported, and who
-    # uses one part need not have what the others stand on.
+    # Loaded on use: pytest must rewrite a suite's asserts before the import, and users of one part
+    # need not install the requirements of the others.
     if name in _MODULES:
         return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What every connector must do; subclass it in the tests of yours.
+"""The tests of every connector; subclass the suite in your connector's tests.
 
     class TestMyConnector(ConnectorConformance):
         @pytest.fixture
@@ -10,9 +10,9 @@
                 for role in ("kv_producer", "kv_consumer")
             )
 
-Both halves run in this process, driven by :class:`~kvferry.testing.fake_engine.FakeEngine`, which
-checks the contract in every step: cells, blocks that nobody holds, reports made once. A connector
-that knows KV cache groups subclasses :class:`HybridConnectorConformance` as well.
+Both halves run in this process. :class:`~kvferry.testing.fake_engine.FakeEngine` drives them and
+checks the contract in every step: cells, free blocks, single reports. For a connector with KV cache
+groups, subclass :class:`HybridConnectorConformance` as well.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,15 +26,16 @@ from kvferry.config import KVTransferConfig
 from kvferry.connectors.base import KVConnectorOutput
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
+from kvferry.testing.known_cache import CacheDevice
 from kvferry.topology import EngineGeometry, ParallelShape
 from kvferry.topology.sharding import split_of_group
 
-#: What a router sends along with a request to a prefill engine.
+#: The parameters of a router's request to a prefill engine.
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def small_geometry(layout: str, block_size: int, **parallel: int) -> EngineGeometry:
-    """A geometry of 3 layers and 3 heads: few shapes divide either."""
+    """A geometry of 3 layers and 3 heads, numbers that few shapes divide."""
     return EngineGeometry(
         num_layers=3,
         num_kv_heads=3,
@@ -46,7 +47,7 @@ def small_geometry(layout: str, block_size: int, **parallel: int) -> EngineGeome
     )
 
 
-#: (producer, consumer) by name.
+#: Name → (producer's geometry, consumer's geometry).
 GEOMETRIES = {
     "equal": (small_geometry("NHD", 4), small_geometry("NHD", 4)),
     "tp2-pp2": (small_geometry("HND", 4, tp=2), small_geometry("NHD", 6, pp=2)),
@@ -63,32 +64,35 @@ class Pair:
     timeout_s: float
 
     def run(self, until: Callable[[], bool], what: str) -> None:
-        """Steps both until a condition holds; fails after the timeout."""
+        """Steps both engines until a condition holds; fails after the timeout."""
         run([self.producer, self.consumer], until, timeout_s=self.timeout_s, what=what)
 
     def prefill(self, request_id: str, num_tokens: int) -> FakeRequest:
-        """Computes a prompt on the producer, ready to be decoded elsewhere."""
+        """Computes a prompt on the producer, ready for the decode engine."""
         request = self.producer.add(request_id, prompt(num_tokens, request_id), REMOTE_DECODE)
         self.run(lambda: request.stage is Stage.FINISHED, f"{request_id!r} to be computed")
         return request
 
     def decode(self, source: FakeRequest, *, local_blocks: int = 0) -> FakeRequest:
-        """Gives the consumer a computed prompt with its first token, as a router does."""
+        """Gives the consumer a computed prompt and the first token of the answer, as a router
+        does.
+        """
         tokens = (*source.prompt_token_ids, *source.output_token_ids)
         return self.consumer.add(
             source.request_id, tokens, source.response_params, local_blocks=local_blocks
         )
 
     def finish(self, request: FakeRequest) -> None:
-        """Steps both until the consumer's request has ended."""
+        """Steps both engines until the consumer's request has ended."""
         self.run(lambda: request.stage is Stage.FINISHED, f"{request.request_id!r} to end")
 
     def abort_within_a_step(self, request: FakeRequest, *stages: Stage) -> None:
-        """Aborts the consumer's request between a step's schedule and its ranks.
+        """Aborts the consumer's request in the middle of a step: after the schedule, before the
+        ranks.
 
         Args:
-            request: which one.
-            stages: the first step that finds it in one of these.
+            request: the request to abort.
+            stages: the abort happens in the first step with the request in one of these stages.
         """
 
         def abort() -> None:
@@ -100,7 +104,7 @@ class Pair:
         self.consumer.during_step = lambda: None
 
     def settle(self) -> None:
-        """Steps both until nothing is under way; then every block is free and untouched."""
+        """Steps both engines until both are idle; then every block must be free and untouched."""
         self.run(lambda: self.producer.is_idle and self.consumer.is_idle, "both to be idle")
         for engine in (self.producer, self.consumer):
             assert engine.num_free_blocks == engine.num_blocks - 1
@@ -114,21 +118,27 @@ def open_pair(
     num_blocks: int = 64,
     timeout_s: float = 60.0,
     layer_windows: Mapping[int, int] | None = None,
+    device: CacheDevice | None = None,
 ) -> Iterator[Pair]:
-    """A producer and a consumer of these configs and geometries, closed at the end.
+    """Opens a producer and a consumer with the given configs and geometries, and closes both.
 
     Args:
-        configs: what a user would write for each.
-        geometries: each one's KV cache groups.
+        configs: the configs of producer and consumer, as a user would write them.
+        geometries: the KV cache groups of producer and consumer.
         num_blocks: KV blocks per rank.
-        timeout_s: seconds after which whatever is waited for counts as failed.
-        layer_windows: layer of the model → tokens that it sees, on both.
+        timeout_s: seconds after which a wait counts as failed.
+        layer_windows: layer of the model → window in tokens, for both engines.
+        device: memory for the caches of both engines; host memory if left out.
     """
     with ExitStack() as stack:
         engines = []
         for config, groups in zip(configs, geometries, strict=True):
             engine = FakeEngine.open(
-                config, groups, num_blocks=num_blocks, layer_windows=layer_windows
+                config,
+                groups,
+                num_blocks=num_blocks,
+                layer_windows=layer_windows,
+                device=device,
             )
             engines.append(engine)
             stack.callback(engines[-1].close)
@@ -136,46 +146,53 @@ def open_pair(
 
 
 def prompt(num_tokens: int, seed: str) -> tuple[int, ...]:
-    """Tokens that differ from the first on between seeds."""
+    """A prompt of tokens; prompts of two seeds differ from the first token on."""
     first = sum(seed.encode()) * 1000 + len(seed)
     return tuple(range(first, first + num_tokens))
 
 
 class ConnectorConformance:
-    """The tests. Override :meth:`configs`; the rest where your connector differs."""
+    """The tests of a connector. Override :meth:`configs`, and other members where your connector
+    differs.
+    """
 
     timeout_s: ClassVar[float] = 60.0
-    """Seconds after which whatever is waited for counts as failed."""
+    """Seconds after which a wait counts as failed."""
     num_blocks: ClassVar[int] = 64
-    """KV blocks per rank."""
+    """Number of KV blocks per rank."""
     layer_windows: ClassVar[Mapping[int, int]] = {}
-    """Layer of the model → tokens that it sees."""
+    """Layer of the model → window in tokens."""
 
     @pytest.fixture
     def configs(self) -> tuple[KVTransferConfig, KVTransferConfig]:
-        """The configuration of a producer and of a consumer that can reach it."""
+        """The configuration of a producer and of a consumer that can reach the producer."""
         raise NotImplementedError("override the fixture `configs`")
 
     @pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
     def geometries(self, request: pytest.FixtureRequest) -> tuple[Groups, Groups]:
-        """The geometries of producer and consumer; override it if yours must be equal."""
+        """The geometries of producer and consumer; override if your connector needs equal ones."""
         pair: tuple[Groups, Groups] = request.param
         return pair
+
+    @pytest.fixture
+    def cache_device(self) -> CacheDevice | None:
+        """Memory for the caches; override with, for example, a :class:`TorchDevice` of a GPU."""
+        return None
 
     @pytest.fixture
     def pair(
         self,
         configs: tuple[KVTransferConfig, KVTransferConfig],
         geometries: tuple[Groups, Groups],
+        cache_device: CacheDevice | None,
     ) -> Iterator[Pair]:
         """Two open engines."""
-        with open_pair(
-            configs, geometries, self.num_blocks, self.timeout_s, self.layer_windows
-        ) as pair:
+        sizes = self.num_blocks, self.timeout_s, self.layer_windows
+        with open_pair(configs, geometries, *sizes, cache_device) as pair:
             yield pair
 
     def lose_source(self, pair: Pair) -> None:
-        """Makes what the producer holds unreachable; override it where that is another thing."""
+        """Makes the producer's KV unreachable; override if your connector keeps KV elsewhere."""
         pair.producer.close()
 
     # -- loads ----------------------------------------------------------------------------------
@@ -222,7 +239,7 @@ class ConnectorConformance:
             pair.settle()
 
     def test_a_request_that_comes_before_any_step_is_served(self, pair: Pair) -> None:
-        # No handshake may have happened yet: the connector may answer "ask later".
+        # No handshake may have happened yet, so the connector may answer "ask later".
         source = pair.producer.add("r", prompt(21, "r"), REMOTE_DECODE)
         while source.stage is not Stage.FINISHED:
             pair.producer.step()
@@ -275,7 +292,7 @@ class ConnectorConformance:
         self._settles_and_still_serves(pair)
 
     def test_what_nobody_fetches_comes_back(self, pair: Pair) -> None:
-        # However a connector bounds it: a lease that expires, a copy elsewhere.
+        # Connectors may bound this time in any way: a lease that expires, a copy elsewhere.
         pair.prefill("r", 21)
         self._settles_and_still_serves(pair)
 
@@ -327,9 +344,9 @@ class ConnectorConformance:
 
 NUM_LAYERS = 5
 WINDOW = 7
-"""Tokens that a layer with a window sees: less than two blocks, and no multiple of one."""
+"""Window in tokens: less than two blocks, and no multiple of a block."""
 WINDOWED = (0, 1, 2, 4)
-"""Layers with a window; the other sees all."""
+"""Layers with a window; the remaining layer sees all tokens."""
 
 
 def hybrid_group(
@@ -341,13 +358,13 @@ def hybrid_group(
     stage_layers: Sequence[int] = (NUM_LAYERS,),
     tp: int = 1,
 ) -> EngineGeometry:
-    """One KV cache group of a model of 5 layers and 3 heads.
+    """A KV cache group of a model with 5 layers and 3 heads.
 
     Args:
-        layers: those of the model that the group has.
-        layout: of its tensors.
+        layers: the model's layers in the group.
+        layout: layout of the tensors.
         block_size: tokens per block.
-        window: tokens that the group keeps; all if left out.
+        window: number of tokens that the group keeps; all tokens if left out.
         stage_layers: layers of the whole model per pipeline stage.
         tp: tensor-parallel ranks per stage.
     """
@@ -360,7 +377,7 @@ def hybrid_group(
     )
 
 
-#: (groups of the producer, groups of the consumer) by name.
+#: Name → (groups of the producer, groups of the consumer).
 HYBRID_GEOMETRIES = {
     "equal": 2
     * (
@@ -369,7 +386,7 @@ HYBRID_GEOMETRIES = {
             hybrid_group(WINDOWED, "NHD", 4, window=WINDOW),
         ),
     ),
-    # Another order of groups, and a stage without any layer of one of them.
+    # Another order of groups, and a stage without any layer of some group.
     "tp2-pp2": (
         (
             hybrid_group(WINDOWED, "HND", 4, window=WINDOW, tp=2),
@@ -380,7 +397,7 @@ HYBRID_GEOMETRIES = {
             hybrid_group(WINDOWED, "NHD", 6, window=WINDOW, stage_layers=(2, 3)),
         ),
     ),
-    # Layers with a window in two groups on one side; blocks of two sizes on the other.
+    # Layers with a window in two groups on one side; blocks of two sizes on the other side.
     "tp1-tp4": (
         (
             hybrid_group([0, 4], "BLKNHD", 8, window=WINDOW),
@@ -392,7 +409,7 @@ HYBRID_GEOMETRIES = {
             hybrid_group(WINDOWED, "NHD", 4, window=WINDOW, tp=4),
         ),
     ),
-    # The consumer keeps all tokens of every layer, and can never have those behind the windows.
+    # The consumer keeps all tokens of every layer, but can never load tokens behind the windows.
     "windows-whole": (
         (
             hybrid_group([3], "NHD", 4),
@@ -400,7 +417,7 @@ HYBRID_GEOMETRIES = {
         ),
         (hybrid_group(range(NUM_LAYERS), "HND", 5, tp=2),),
     ),
-    # The producer keeps more than the consumer has room for.
+    # The producer keeps more tokens than the consumer has room for.
     "whole-windows": (
         (hybrid_group(range(NUM_LAYERS), "NHD", 4),),
         (
@@ -408,7 +425,7 @@ HYBRID_GEOMETRIES = {
             hybrid_group([3], "HND", 5, tp=2),
         ),
     ),
-    # No layer sees all.
+    # No layer sees all tokens.
     "windows-only": (
         (hybrid_group(range(NUM_LAYERS), "NHD", 4, window=WINDOW),),
         (hybrid_group(range(NUM_LAYERS), "NHD", 6, window=WINDOW, stage_layers=(2, 3)),),
@@ -417,10 +434,11 @@ HYBRID_GEOMETRIES = {
 
 
 class HybridConnectorConformance(ConnectorConformance):
-    """The same tests, and more, over engines that group the layers of one model differently.
+    """The same tests, and more, with engines that group the layers of a model differently.
 
-    Some groups keep windows. The groups of an engine share block ids and memory, as in a real one,
-    so that a block of the wrong group shows. Override ``configs``, as in the suite for one group.
+    Some groups keep windows. The groups of an engine share block ids and memory, as in a real
+    engine, so a block of the wrong group shows. Override ``configs``, as in the suite for one
+    group.
     """
 
     num_blocks: ClassVar[int] = 128

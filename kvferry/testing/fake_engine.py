@@ -1,9 +1,10 @@
-"""An engine without a model, which drives both halves of a connector and checks what they promise.
+"""An engine without a model that drives both halves of a connector and checks their promises.
 
-It schedules like a small engine: blocks are given out in no order and come back, those behind a
-window at once; every step runs on every rank, metadata crosses as MessagePack, reports are joined
-by the aggregator. Its caches are :class:`~kvferry.testing.known_cache.KnownCache`, so every load is
-compared cell by cell and every block that nobody holds is watched.
+The engine schedules like a small real engine. Blocks are given out in random order and return;
+blocks behind a window return at once. Every step runs on every rank, metadata crosses as
+MessagePack, and the aggregator joins the reports. The caches are
+:class:`~kvferry.testing.known_cache.KnownCache`, so the engine compares every load cell by cell and
+watches every free block.
 """
 
 import math
@@ -28,16 +29,17 @@ from kvferry.connectors.base import (
 from kvferry.connectors.registry import connector_context
 from kvferry.errors import KVFerryError
 from kvferry.testing.fake_rank import FakePart, FakeRank, FakeRequest, FakeSchedule, Stage, promise
+from kvferry.testing.known_cache import CacheDevice
 from kvferry.topology.description import ModelFingerprint
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.group import GroupGeometry
 
 Groups: TypeAlias = GroupGeometry | Sequence[GroupGeometry]
-"""The geometry of each KV cache group of an engine, or of its only one."""
+"""The geometry of each KV cache group of an engine, or of its single group."""
 
 
 class FakeEngine:
-    """One engine in this process. Build it with :meth:`open`; close it."""
+    """An engine in this process. Build an instance with :meth:`open`; close it at the end."""
 
     def __init__(
         self,
@@ -51,16 +53,18 @@ class FakeEngine:
         self.scheduler = scheduler
         self.ranks = ranks
         self.requests: dict[str, FakeRequest] = {}
-        """Every request so far, by id; a later one of the same id takes the place."""
+        """Every request so far, by id; a later request with the same id replaces the earlier
+        request."""
         self.held: dict[str, list[int]] = {}
-        """Blocks of ended requests that the connector keeps."""
+        """Request id → blocks of the ended request, kept by the connector."""
         self.outputs: list[KVConnectorOutput] = []
         """The joined report of every step."""
         self.during_step: Callable[[], None] = lambda: None
-        """Called between a step's schedule and its ranks; tests put an abort here."""
+        """Function called in each step, after the schedule and before the ranks; tests put an abort
+        here."""
         self.chunk_tokens: int | None = None
-        """Tokens that a request computes in a step at most, and gets blocks for; all if ``None``.
-        """
+        """Number of tokens that a request computes, and gets blocks for, in a step at most;
+        ``None``: all."""
         self.num_blocks = context.num_blocks
         self._free = list(range(1, self.num_blocks))
         self._finished: set[str] = set()
@@ -76,18 +80,20 @@ class FakeEngine:
         *,
         num_blocks: int = 64,
         layer_windows: Mapping[int, int] | None = None,
+        device: CacheDevice | None = None,
     ) -> "FakeEngine":
-        """Builds the connector's halves and introduces them to each other.
+        """Builds the connector's halves and exchanges their handshakes.
 
         Args:
-            config: what a user would write.
-            groups: the geometry of each KV cache group, or the only one.
-            num_blocks: KV blocks per rank, the null block included; the groups share them.
-            layer_windows: layer of the model → tokens that it sees, also where its group keeps
+            config: the config, as a user would write it.
+            groups: the geometry of each KV cache group, or of the single group.
+            num_blocks: KV blocks per rank, including the null block; the groups share the blocks.
+            layer_windows: layer of the model → window in tokens, even if the layer's group keeps
                 more.
+            device: memory for the caches; host memory if left out.
 
         Raises:
-            KVFerryError: what the connector raises.
+            KVFerryError: the connector raised an error.
         """
         groups = (groups,) if isinstance(groups, GroupGeometry) else tuple(groups)
         world_size = groups[0].world_size
@@ -103,7 +109,7 @@ class FakeEngine:
         with ExitStack() as stack:
             ranks = []
             for rank in range(world_size):
-                ranks.append(FakeRank.open(plugin, context, rank))
+                ranks.append(FakeRank.open(plugin, context, rank, device))
                 stack.callback(ranks[-1].worker.close)
             scheduler = plugin.scheduler(context)
             stack.callback(scheduler.close)
@@ -118,7 +124,7 @@ class FakeEngine:
 
     @property
     def block_size(self) -> int:
-        """Tokens in which local hits come: the least common multiple of the groups' blocks."""
+        """Unit of local hits in tokens: the least common multiple of the groups' block sizes."""
         return math.lcm(*(group.virtual_block_size for group in self.groups))
 
     # -- requests -----------------------------------------------------------------------------
@@ -132,11 +138,17 @@ class FakeEngine:
         local_blocks: int = 0,
         content: Mapping[str, str] | None = None,
     ) -> FakeRequest:
-        """Takes a request in; ``local_blocks`` times :attr:`block_size` tokens are a local hit,
-        ``content`` is what else decides its KV.
+        """Adds a request to the engine.
+
+        Args:
+            request_id: id of the request.
+            prompt: token ids.
+            params: ``kv_transfer_params`` of the request.
+            local_blocks: size of the local hit, in units of :attr:`block_size` tokens.
+            content: content beside the tokens that decides the request's KV.
 
         Raises:
-            KVFerryError: the connector refuses its params.
+            KVFerryError: the connector refuses the params.
         """
         local_tokens = local_blocks * self.block_size
         request = FakeRequest(request_id, tuple(prompt), params, local_tokens)
@@ -150,13 +162,13 @@ class FakeEngine:
         return request
 
     def abort(self, request_id: str) -> None:
-        """Ends a request at whatever point it is."""
+        """Ends a request at any point."""
         request = self.requests[request_id]
         if request.stage is not Stage.FINISHED:
             self._end(request, "abort")
 
     def preempt(self, request_id: str) -> None:
-        """Takes the blocks of a request that computes; it is computed anew."""
+        """Takes the blocks of a computing request, which will be computed again from the start."""
         request = self.requests[request_id]
         if request.stage is not Stage.COMPUTING:
             return
@@ -168,7 +180,7 @@ class FakeEngine:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Number of free blocks."""
         return len(self._free)
 
     @property
@@ -210,11 +222,11 @@ class FakeEngine:
         return bool(computing)
 
     def _end_of_chunk(self, request: FakeRequest) -> int:
-        """The token up to which a request computes in its next step."""
+        """The token at which a request's next step ends."""
         return request.end_of_chunk(self.chunk_tokens)
 
     def _has_room(self, request: FakeRequest) -> bool:
-        """Gives a request the blocks of its next step, if there are any."""
+        """Gives a request the blocks of the next step; returns whether there were enough."""
         end = self._end_of_chunk(request)
         lacking = [
             -(-end // group.virtual_block_size) - len(table)
@@ -228,22 +240,24 @@ class FakeEngine:
         return True
 
     def _computed(self, request: FakeRequest, end: int) -> None:
-        """A request's step is over; the last one draws its only token."""
+        """Ends a step of a request; the last step samples the only token of the answer."""
         if request.loads_in_step and not request.failed:
             self._check_whole(request)
         if end < request.num_tokens:
             self._let_go(request, end)
             request.num_computed_tokens = end
             return
-        # As if its last token had been computed in a step of its own: what a window let go by
-        # then is nobody's, and one token more than the next step needs is still there.
+        for rank in self.ranks:
+            rank.await_device(request, request.num_tokens)
+        # The engine acts as if the last token had been computed in another step: blocks that a
+        # window freed by then are free, and one token more than the next step needs is still there.
         self._let_go(request, request.num_tokens - 1)
         request.num_computed_tokens = request.num_tokens
         request.output_token_ids.append(len(request.prompt_token_ids))
         self._end(request, "length")
 
     def _let_go(self, request: FakeRequest, num_computed: int) -> None:
-        """Frees the blocks of which no group needs a token once ``num_computed`` are computed."""
+        """Frees the blocks without needed tokens once ``num_computed`` tokens are computed."""
         for group, table in zip(self.groups, request.tables, strict=True):
             behind = group.first_kept_token(num_computed) // group.virtual_block_size
             self._release([block for block in table[:behind] if block != 0])
@@ -287,20 +301,23 @@ class FakeEngine:
             request.stage = Stage.COMPUTING
 
     def _lend_cached(self, request: FakeRequest) -> None:
-        """Ends a request with the blocks of its local hit, which are what it computed before."""
+        """Ends a request with the blocks of the local hit, which stand for earlier computed
+        blocks.
+        """
         local = request.local_tokens
         if not self._allocate(request, local, num_tokens=local):
             return
         request.num_computed_tokens = local
         for rank in self.ranks:
             rank.write_hit(request)
+            rank.await_device(request, local)
         self.scheduler.update_state_after_alloc(request, request, 0)
         self._end(request, "length")
 
     def _allocate(
         self, request: FakeRequest, num_computed: int, num_tokens: int | None = None
     ) -> bool:
-        """Gives a request its blocks: none for what lies behind its windows from the start."""
+        """Gives a request its blocks, except for blocks behind the windows from the start."""
         chunk = num_computed + (self.chunk_tokens or request.num_tokens)
         end = min(request.num_tokens, chunk) if num_tokens is None else num_tokens
         sizes = [
@@ -333,11 +350,11 @@ class FakeEngine:
             f"{id}: offers {tokens} tokens beyond {local} of {request.num_tokens}",
         )
         promise(tokens > 0 or not load_async, f"{id}: offers to load 0 tokens asynchronously")
-        # At least one token is computed here, whatever is offered.
+        # The engine computes at least one token, whatever the offer.
         tokens = min(tokens, request.num_tokens - 1 - local)
         return tokens, load_async and tokens > 0
 
-    # -- what the ranks reported ----------------------------------------------------------------
+    # -- the ranks' reports --------------------------------------------------------------------
 
     def _receive(self, output: KVConnectorOutput) -> None:
         self.outputs.append(output)
@@ -360,11 +377,11 @@ class FakeEngine:
                 rank.check_seen(request)
             self._check_whole(request)
             request.num_computed_tokens += request.external_tokens
-        # With no more tokens to come from outside, as the plugin API says.
+        # The plugin API calls this again, with no more tokens to load.
         self.scheduler.update_state_after_alloc(request, request, 0)
 
     def _check_whole(self, request: FakeRequest) -> None:
-        """Checks the blocks that an engine would now make prefix hits."""
+        """Checks the blocks that an engine would now offer as prefix hits."""
         partial = self.scheduler.partial_groups(request)
         promise(
             partial <= set(range(len(self.groups))),
@@ -399,16 +416,16 @@ class FakeEngine:
         self._free += blocks
 
     def check_memory(self) -> None:
-        """Asserts that nobody wrote to the null block or to a block that nobody holds.
+        """Checks the null block and all free blocks for unexpected writes.
 
         Raises:
-            ContractBrokenError: somebody did.
+            ContractBrokenError: something was written there.
         """
         for rank in self.ranks:
             rank.check_untouched([0, *self._free])
 
     def close(self) -> None:
-        """Closes every half, twice: ``close`` is idempotent."""
+        """Closes every half twice, because ``close`` is idempotent."""
         for _ in range(2):
             self.scheduler.close()
             for worker in self.workers:
@@ -421,8 +438,8 @@ def run(
     """Steps the engines in turn until a condition holds.
 
     Raises:
-        ContractBrokenError: it does not hold after ``timeout_s`` seconds; ``what`` says what was
-            waited for.
+        ContractBrokenError: the condition does not hold after ``timeout_s`` seconds; the message
+            names ``what``.
     """
     deadline = time.monotonic() + timeout_s
     while not until():
@@ -442,7 +459,7 @@ def run(
 
 
 def fake_model(groups: Sequence[GroupGeometry]) -> ModelFingerprint:
-    """The fingerprint of the model that the known cells of these groups stand for."""
+    """The fingerprint of the model that the known cells of these groups represent."""
     # Recurrent groups have no heads; engines may order their groups differently.
     attention = [group for group in groups if isinstance(group, EngineGeometry)]
     num_kv_heads, head_size, dtype = 1, 1, "uint8"

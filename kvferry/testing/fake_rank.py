@@ -1,6 +1,6 @@
-"""What the fake engine is made of: requests and steps as a connector sees them, and ranks.
+"""The parts of the fake engine: requests and steps as a connector sees them, and ranks.
 
-A rank is a connector's worker half, and cells that show what it did.
+A rank consists of a connector's worker half and of cells that show the worker's actions.
 """
 
 import enum
@@ -18,13 +18,14 @@ from kvferry.connectors.base import (
 )
 from kvferry.decoding import decoder_for
 from kvferry.errors import KVFerryError
-from kvferry.testing.known_cache import KnownCache
+from kvferry.layouts.arrays import ByteArray, MemorySpan
+from kvferry.testing.known_cache import CacheDevice, KnownCache
 from kvferry.topology.group import GroupGeometry
 from kvferry.topology.windows import first_kept_token
 
 
 class Stage(enum.Enum):
-    """Where a request of the fake engine stands."""
+    """Stage of a request of the fake engine."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -34,65 +35,65 @@ class Stage(enum.Enum):
 
 @dataclass(eq=False)
 class FakeRequest:
-    """A request: computed in one step, or in chunks, and ended after one token."""
+    """A request: computed in one step or in chunks, and ended after one token."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
     kv_transfer_params: dict[str, Any] | None = None
     local_tokens: int = 0
-    """Tokens of the local prefix hit."""
+    """Number of tokens in the local prefix hit."""
     stage: Stage = Stage.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     finish_reason: str | None = None
     tables: list[list[int]] = field(default_factory=list)
-    """Its block tables while it holds blocks, one per KV cache group; 0 is the null block."""
+    """Block tables while the request holds blocks, one per KV cache group; 0 is the null block."""
     external_tokens: int = 0
-    """Tokens that the connector was to fill."""
+    """Number of tokens that the connector must fill."""
     loads_in_step: bool = False
-    """Whether these are filled within the step that computes it."""
+    """Whether the connector fills these tokens within the step that computes the request."""
     failed: bool = False
-    """Whether that load failed."""
+    """Whether the request's load failed."""
     error: KVFerryError | None = None
-    """Why the connector refused to load for it."""
+    """Error with which the connector refused the request's load."""
     response_params: dict[str, Any] | None = None
-    """What ``request_finished`` returned."""
+    """Parameters that ``request_finished`` returned."""
     resumed: bool = False
-    """Whether it was preempted after its last step."""
+    """Whether the request was preempted after its last step."""
     started: bool = False
-    """Whether a step with its tokens has been scheduled."""
+    """Whether a step with the request's tokens has been scheduled."""
     traceparent: str = ""
     received: float = 0.0
     content: Mapping[str, str] = field(default_factory=dict)
-    """What :meth:`content_keys` answers, whatever the tokens."""
+    """Answer of :meth:`content_keys` for any number of tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
+        """Number of prompt and output tokens so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def hit_salt(self) -> int:
-        """Salt of the cells of its local hit: those that are lent on must be the true ones."""
+        """Salt of the cells of the local hit; cells for a later lease must be the true cells."""
         return 0 if (self.kv_transfer_params or {}).get("do_remote_decode") else LOCAL
 
     @property
     def finished_cleanly(self) -> bool:
-        """Whether it ended by length."""
+        """Whether the request ended by length."""
         return self.finish_reason == "length"
 
     def end_of_chunk(self, chunk_tokens: int | None) -> int:
-        """The token up to which its next step computes."""
+        """The token at which the request's next step ends."""
         chunk = self.num_tokens if chunk_tokens is None else chunk_tokens
         return min(self.num_tokens, self.num_computed_tokens + chunk)
 
     def take_resumed(self) -> bool:
-        """Whether it was preempted, once."""
+        """Whether the request was preempted; true only once per preemption."""
         resumed, self.resumed = self.resumed, False
         return resumed
 
     def content_keys(self, num_tokens: int) -> Mapping[str, str]:
-        """What else than its tokens decides its KV."""
+        """Content beside the tokens that decides the request's KV."""
         return self.content
 
     def get_block_ids(self) -> tuple[list[int], ...]:
@@ -113,7 +114,7 @@ class FakePart:
 
 @dataclass(frozen=True)
 class FakeSchedule:
-    """One step."""
+    """The schedule of one step."""
 
     requests: Sequence[FakePart]
     num_scheduled_tokens: dict[str, int]
@@ -122,25 +123,25 @@ class FakeSchedule:
 
 
 LOCAL = 1
-"""Salt of the cells of a local prefix hit, so that a load that overwrites them shows."""
+"""Salt of the cells of a local prefix hit, which reveals a load that overwrites the hit."""
 
 
 class ContractBrokenError(AssertionError):
-    """The connector did what the plugin API forbids; the message says what."""
+    """The connector broke the plugin API; the message names the violation."""
 
 
 def promise(kept: bool, otherwise: str) -> None:
-    """Checks what the plugin API promises.
+    """Checks a promise of the plugin API.
 
     Raises:
-        ContractBrokenError: it was not kept; says ``otherwise``.
+        ContractBrokenError: the promise was not kept; ``otherwise`` is the message.
     """
     if not kept:
         raise ContractBrokenError(otherwise)
 
 
 class FakeRank:
-    """A worker half between the memory that it allocated and the fake engine's steps."""
+    """A worker half with its memory, driven by the fake engine's steps."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class FakeRank:
         """Takes ownership of the worker half; use :meth:`open`."""
         self.worker = worker
         self.caches = caches
-        """One per KV cache group."""
+        """Caches of the rank, one per KV cache group."""
         self._metadata = decoder_for(plugin.Metadata)
         self._windows = context.layer_windows
         self._rank = caches[0].rank
@@ -167,15 +168,27 @@ class FakeRank:
         ]
 
     @classmethod
-    def open(cls, plugin: type[KVConnector], context: ConnectorContext, rank: int) -> "FakeRank":
-        """Builds the worker half and registers the rank's caches with it.
+    def open(
+        cls,
+        plugin: type[KVConnector],
+        context: ConnectorContext,
+        rank: int,
+        device: CacheDevice | None = None,
+    ) -> "FakeRank":
+        """Builds the worker half and registers the rank's caches.
+
+        Args:
+            plugin: the connector.
+            context: the context for the connector's halves.
+            rank: index of the rank.
+            device: memory for the caches; if left out, host memory that the connector allocates.
 
         Raises:
-            KVFerryError: what the connector raises.
+            KVFerryError: the connector raised an error.
         """
         worker = plugin.worker(context, rank)
         try:
-            caches = _open_caches(context, rank, worker)
+            caches = _open_caches(context, rank, worker, device)
             by_layer = len(caches) > 1
             tensors = [cache.registered(by_layer=by_layer) for cache in caches]
             worker.register_kv_caches({name: t for each in tensors for name, t in each.items()})
@@ -185,18 +198,18 @@ class FakeRank:
         return cls(plugin, context, worker, caches)
 
     def forget(self, request_id: str) -> None:
-        """The id is used again: reports on it count anew."""
+        """Forgets the reports of a request whose id is used again."""
         kinds = ("finished_sending", "finished_recving")
         self._reported -= {(kind, request_id) for kind in kinds}
 
     def run(
         self, metadata: bytes, schedule: FakeSchedule, requests: Mapping[str, FakeRequest]
     ) -> KVConnectorOutput:
-        """One step, in the order that the plugin API documents.
+        """Runs one step, in the order that the plugin API documents.
 
         Args:
-            metadata: the scheduler half's, as MessagePack.
-            schedule: what is computed.
+            metadata: metadata of the scheduler half, as MessagePack.
+            schedule: the computation of the step.
             requests: every request of the engine, by id.
         """
         decoded: KVConnectorMetadata = self._metadata.decode(metadata)
@@ -222,7 +235,7 @@ class FakeRank:
             cache.write(table, request.prompt_token_ids, 0, end, salt)
 
     def _compute(self, request: FakeRequest, end: int) -> None:
-        # What comes before its first chunk; a window may let go of it with the next.
+        # Checks the cells before the first chunk; a window may free them with the next chunk.
         is_first = request.num_computed_tokens == request.local_tokens + request.external_tokens
         if is_first and not request.failed:
             self.check_seen(request)
@@ -230,11 +243,22 @@ class FakeRank:
             first = request.num_computed_tokens
             cache.write(table, request.prompt_token_ids, first, end)
 
-    def check_seen(self, request: FakeRequest) -> None:
-        """Checks a load's cells, and those of the hit before it, as far as any layer looks back.
+    def await_device(self, request: FakeRequest, end: int) -> None:
+        """Waits until ``end`` tokens of a prompt are computed, as an engine waits for a token.
 
         Raises:
-            ContractBrokenError: some are not what they must be.
+            ContractBrokenError: the cells of the last token have changed.
+        """
+        tokens = request.prompt_token_ids
+        for cache, table in zip(self.caches, request.tables, strict=True):
+            for line in cache.wrong_cells(table, tokens, max(0, end - 1), end):
+                promise(False, f"{request.request_id}: what was computed has changed: {line}")
+
+    def check_seen(self, request: FakeRequest) -> None:
+        """Checks a load's cells and the cells of the local hit, as far as any layer looks back.
+
+        Raises:
+            ContractBrokenError: a cell has a wrong value.
         """
         for line in self._wrong(request, self._windows, of_hit=True):
             promise(False, f"{request.request_id}: the load changed the local hit: {line}")
@@ -244,12 +268,13 @@ class FakeRank:
     def check_whole(
         self, request: FakeRequest, partial: Collection[int], filled: Sequence[int] | None
     ) -> None:
-        """Checks every cell that a group keeps, as anybody's prefix hit may need it.
+        """Checks every cell that a group keeps, because any prefix hit may need it.
 
         Args:
-            request: whose load ended well.
-            partial: groups that it left tokens out of.
-            filled: for each group, the token from which on it says to have filled it.
+            request: the request whose load succeeded.
+            partial: groups with tokens that the load left out.
+            filled: for each group, the first token of the part that the connector claims to have
+                filled.
 
         Raises:
             ContractBrokenError: cells of a group that is not ``partial`` are wrong.
@@ -269,7 +294,7 @@ class FakeRank:
         partial: Collection[int] = (),
         filled: Sequence[int] | None = None,
     ) -> Iterable[str]:
-        """Wrong cells of a request's local hit, or of what was loaded behind it."""
+        """Wrong cells of a request's local hit, or of the load behind the hit."""
         salt = request.hit_salt if of_hit else 0
         local, end = request.local_tokens, request.local_tokens + request.external_tokens
         for group, cache in enumerate(self.caches):
@@ -296,15 +321,15 @@ class FakeRank:
                 self._reported.add(key)
 
     def spoil(self, blocks: Sequence[int]) -> None:
-        """Marks blocks that nobody holds any more."""
+        """Marks newly free blocks."""
         for cache in self.caches:
             cache.spoil(blocks)
 
     def check_untouched(self, blocks: Sequence[int]) -> None:
-        """Checks that nobody wrote to blocks since they were spoilt.
+        """Checks that blocks were not written to since they were spoilt.
 
         Raises:
-            ContractBrokenError: somebody did.
+            ContractBrokenError: a block was written to.
         """
         for cache in self.caches:
             touched = cache.touched(blocks)
@@ -314,11 +339,13 @@ class FakeRank:
             )
 
 
-def _open_caches(context: ConnectorContext, rank: int, worker: WorkerConnector) -> list[KnownCache]:
-    """One cache per group; those of equal shape lie in the same memory, as in a real engine.
+def _open_caches(
+    context: ConnectorContext, rank: int, worker: WorkerConnector, device: CacheDevice | None
+) -> list[KnownCache]:
+    """Opens one cache per group; caches of equal shape share memory, as in a real engine.
 
-    A block id belongs to one group at a time, so they cannot disturb each other; a connector that
-    confuses groups does.
+    A block id belongs to one group at a time, so the caches cannot disturb each other. A connector
+    that confuses groups does disturb them.
     """
     num_blocks = context.num_blocks
     sizes = [group.nbytes(rank, num_blocks) for group in context.groups]
@@ -328,17 +355,24 @@ def _open_caches(context: ConnectorContext, rank: int, worker: WorkerConnector) 
         if size
     }
     offsets = [0 if len(shapes) == 1 else sum(sizes[:index]) for index in range(len(sizes))]
-    memory = worker.allocate(max(map(sum, zip(offsets, sizes, strict=True))))
+    nbytes = max(map(sum, zip(offsets, sizes, strict=True)))
+    memory = worker.allocate(nbytes) if device is None else device.allocate(nbytes)
     return [
-        KnownCache(group, rank, num_blocks, memory[offset : offset + size])
+        KnownCache(group, rank, num_blocks, _part(memory, offset, size), device)
         for group, offset, size in zip(context.groups, offsets, sizes, strict=True)
     ]
+
+
+def _part(memory: ByteArray | MemorySpan, offset: int, nbytes: int) -> ByteArray | MemorySpan:
+    if isinstance(memory, MemorySpan):
+        return MemorySpan(memory.address + offset, nbytes, memory.device)
+    return memory[offset : offset + nbytes]
 
 
 def _by_first_token(
     cache: KnownCache, num_tokens: int, windows: Mapping[int, int]
 ) -> dict[int, list[int]]:
-    """First token that counts → the cache's layers for which it does."""
+    """First token that counts → the layers of the cache for which it counts."""
     geometry: GroupGeometry = cache.geometry
     layers = defaultdict(list)
     for layer in geometry.layers(cache.rank):

@@ -6,7 +6,7 @@
     with temporary_plugin(TRANSPORTS, "shm", Lossy):
         ...  # every fifth read of this process or so fails with PeerLostError, half landed
 
-What happens to the n-th read of a transport depends on the seed and n only.
+The fate of the n-th read of a transport depends only on the seed and n.
 """
 
 import functools
@@ -39,21 +39,21 @@ from kvferry.transports.base import (
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """How often reads go wrong, and how slow they are."""
+    """Shares of reads that fail, and a delay of every read."""
 
     loss: float = 0.0
     """Share of the reads that lose their peer, 0 to 1."""
     stall: float = 0.0
     """Share of the reads that stall, 0 to 1."""
     delay_s: tuple[float, float] = (0.0, 0.0)
-    """Every read starts later by a time between these two, in seconds."""
+    """Bounds of the random delay of every read's start, in seconds."""
     seed: int = 0
 
     def draw(self, number: int) -> tuple[type[KVFerryError] | None, float]:
-        """What happens to read ``number``: the error of its end, if any, and its delay in seconds.
+        """The fate of read ``number``: the error at the end, if any, and the delay in seconds.
 
-        With ``PeerLostError`` half of it lands; with ``StalledError`` half of it lands, and it
-        ends ``stall_timeout_s`` later.
+        With ``PeerLostError``, half of the read lands. With ``StalledError``, half of the read
+        lands, and the read ends ``stall_timeout_s`` later.
         """
         rng = np.random.default_rng((self.seed, number))
         chance, delay = float(rng.random()), float(rng.uniform(*self.delay_s))
@@ -65,7 +65,7 @@ class Faults:
 
 
 class _Later:
-    """``after``, and then some time."""
+    """Waits for ``after``, and then for a delay."""
 
     def __init__(self, after: Waitable | None, delay_s: float) -> None:
         self._after = after
@@ -79,18 +79,18 @@ class _Later:
 
 @dataclass(slots=True, eq=False)
 class _Faulted:
-    """A read that goes wrong: its first half is real, its second half never starts."""
+    """A failing read: the first half is real, the second half never starts."""
 
     outer: Transfer
     fault: type[KVFerryError]
     half: Transfer
     rest: Transfer
     gate: threading.Event
-    """What the second half waits for; set when all is over, so that no thread waits for ever."""
+    """Event that the second half waits for; set at the end, so that no thread waits for ever."""
     running: set[Transfer]
     cancelled: bool = False
     timed: bool = False
-    """Whether a timer will end it."""
+    """Whether a timer will end the read."""
 
     def verdict(self) -> tuple[TransferState, KVFerryError]:
         if self.cancelled:
@@ -101,7 +101,7 @@ class _Faulted:
 
 
 class FaultyTransport(WrappedTransport):
-    """A transport around another one. Made by :func:`faulty_transport`, never directly."""
+    """A transport around another transport. Call :func:`faulty_transport` to make a subclass."""
 
     faults: ClassVar[Faults]
 
@@ -112,19 +112,19 @@ class FaultyTransport(WrappedTransport):
         self._reads = 0
         self._faulted: dict[Transfer, _Faulted] = {}
         self._transfers = Transfers()
-        """Those that a fault befell."""
+        """Reads with a fault."""
         self._parts: set[Transfer] = set()
-        """Their halves, of which nobody else hears."""
+        """Halves of reads with a fault; never reported to the caller."""
 
     @classmethod
     def open(cls, options: TransportOptions) -> "FaultyTransport":
-        """Opens the inner transport; raises what that raises."""
+        """Opens the inner transport; raises the errors of the inner ``open``."""
         return cls(cls.inner_class.open(options), options.stall_timeout_s)
 
     def read(
         self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
     ) -> Transfer:
-        """As the inner transport, unless a fault was drawn for it."""
+        """Reads like the inner transport, unless a fault was drawn for the read."""
         with self._lock:
             fault, delay_s = self.faults.draw(self._reads)
             self._reads += 1
@@ -133,7 +133,7 @@ class FaultyTransport(WrappedTransport):
             if fault is None:
                 return self._inner.read(peer, tiles, runs, after=after)
             middle = len(runs) // 2
-            # The second half comes first: if it leaves the memory nothing has begun.
+            # The second half comes first: if its check fails, nothing has begun.
             gate = threading.Event()
             rest = self._inner.read(peer, tiles, runs[middle:], after=gate)
             try:
@@ -151,7 +151,7 @@ class FaultyTransport(WrappedTransport):
             return outer
 
     def poll(self) -> list[Transfer]:
-        """As the inner transport."""
+        """Polls like the inner transport."""
         with self._lock:
             for faulted in list(self._faulted.values()):
                 self._advance(faulted)
@@ -161,7 +161,7 @@ class FaultyTransport(WrappedTransport):
             return ended + self._transfers.poll()
 
     def cancel(self, transfer: Transfer) -> None:
-        """As the inner transport."""
+        """Cancels like the inner transport."""
         with self._lock:
             faulted = self._faulted.get(transfer)
             if faulted is None:
@@ -198,7 +198,9 @@ class FaultyTransport(WrappedTransport):
         outer.stop(state, error)
 
     def _has_time_left(self, faulted: _Faulted) -> bool:
-        """Whether a stalled read is not over yet. When it is, a timer ends what is left of it."""
+        """Whether a stalled read still runs. A timer ends the rest of the read when the time is
+        over.
+        """
         since = max(faulted.outer.progressed, faulted.half.finished or 0.0)
         left_s = since + self._stall_timeout_s - time.monotonic()
         if left_s > 0 and not faulted.timed:
@@ -210,7 +212,7 @@ class FaultyTransport(WrappedTransport):
 
 
 def faulty_transport(transport: type[Transport], faults: Faults) -> type[FaultyTransport]:
-    """A transport class that is ``transport`` with ``faults``; it keeps the name."""
+    """Makes a subclass of ``transport`` with ``faults``, under the same name."""
     return FaultyTransport.around(transport, "Faulty", faults=faults)
 
 

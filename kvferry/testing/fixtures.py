@@ -10,7 +10,7 @@ from kvferry.testing.hosts import Network
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    """A network without hosts; the test is skipped where the machine does not allow one."""
+    """A network without hosts; the test is skipped if the machine does not allow networks."""
     try:
         network = Network.open()
     except HostError as error:

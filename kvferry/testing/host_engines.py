@@ -1,10 +1,10 @@
-"""Engines of the reference cluster on hosts, and a test in the place of their router.
+"""Engines of the reference cluster on hosts, with a test in the place of the router.
 
     client ──HTTP──> prefill host: an engine ──┐
        └─────HTTP──> decode host:  an engine <─┘ the connector under test
 
-Faults are put on the link between the two engines; the client's own links stay well. Needs the
-extras ``engine`` and ``serve``.
+Faults affect only the link between the two engines; the client's links stay good. Needs the extras
+``engine`` and ``serve``.
 """
 
 import http.client
@@ -21,35 +21,35 @@ from typing import Any
 
 import msgspec
 
-from kvferry.cluster.messages import EngineSettings
-from kvferry.cluster.metrics import Records, RequestSummary
 from kvferry.config import EngineConfig
 from kvferry.connectors.records import digest_mismatch
+from kvferry.serving.messages import EngineSettings
+from kvferry.serving.metrics import Records, RequestSummary
 from kvferry.testing.hosts import Host, HostProcess, Network
 
 DTYPE = "float64"
-"""In which sums in another order choose no other token."""
+"""Dtype whose rounding is too small to change a sampled token when the order of sums changes."""
 HTTP_PORT = 8000
-"""Of every engine, on the address of its host."""
+"""HTTP port of every engine, on the address of the engine's host."""
 START_TIMEOUT_S = 150.0
-"""Seconds for an engine to serve."""
+"""Seconds within which an engine must serve."""
 LOG_LINES = 20
-"""Lines of a log that an engine's death quotes."""
+"""Number of log lines in a message about an engine's death."""
 
 
 @dataclass(frozen=True)
 class HostAnswer:
-    """What an engine, or a pair of them, said to a prompt."""
+    """Answer of an engine, or of a pair of engines, to a prompt."""
 
     token_ids: list[int]
     request_id: str = ""
     kv_transfer_params: dict[str, Any] | None = None
     error: str = ""
-    """Why there are no tokens; empty for an answer with status 200."""
+    """Reason why there are no tokens; empty for an answer with status 200."""
 
 
 class HostEngine:
-    """One engine that runs on a host, or can be started there again."""
+    """An engine that runs on a host and can be started again there."""
 
     def __init__(
         self,
@@ -63,22 +63,23 @@ class HostEngine:
         dtype: str = DTYPE,
         timeout_s: float = 60.0,
     ) -> None:
-        """An engine that does not run yet.
+        """Creates an engine that does not run yet.
 
         Args:
-            host: where it is to run.
-            client: the host that its requests come from.
-            config: the engine; its ``port`` is :data:`HTTP_PORT`, its ``host`` what comes next.
-            address: of the host, where it serves HTTP; the IPv4 address, unless given.
-            model: folder of its model.
-            log: file for what it writes; goes on when it is started again.
-            dtype: of weights, activations and KV cache.
-            timeout_s: seconds in which each part of an answer must come.
+            host: the host of the engine.
+            client: the host that sends the requests.
+            config: config of the engine; ``port`` is replaced by :data:`HTTP_PORT`, ``host`` by the
+                address.
+            address: address of the host for HTTP; the IPv4 address by default.
+            model: folder of the engine's model.
+            log: file for the engine's output; a restarted engine appends to the file.
+            dtype: dtype of weights, activations and KV cache.
+            timeout_s: seconds within which each part of an answer must come.
         """
         self.host = host
-        """Where it runs."""
+        """Host of the engine."""
         self.log = log
-        """What it writes."""
+        """File with the engine's output."""
         self._client = client
         self._settings = EngineSettings(
             engine=msgspec.structs.replace(config, host=address or host.ipv4, port=HTTP_PORT),
@@ -91,14 +92,16 @@ class HostEngine:
         self._process: HostProcess | None = None
 
     def start(self) -> None:
-        """Starts it, and its host if that is down; :meth:`wait_until_ready` waits for it."""
+        """Starts the engine, and the host if it is down. :meth:`wait_until_ready` waits for the
+        engine.
+        """
         self.host.start()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:
             self._process = self.host.run(
-                # What it tells its launcher goes to descriptor 1, into the log.
+                # The messages to the launcher go to descriptor 1, and so into the log.
                 [sys.executable, "-m", "kvferry.cluster.main", "engine", "1", self.host.name],
-                stdin=PIPE,  # it ends when this ends
+                stdin=PIPE,  # the engine ends when this pipe closes
                 stdout=log,
                 stderr=STDOUT,
                 env=environment,
@@ -108,10 +111,10 @@ class HostEngine:
         self._process.stdin.flush()
 
     def wait_until_ready(self) -> None:
-        """Waits until it serves.
+        """Waits until the engine serves.
 
         Raises:
-            AssertionError: it ended, or does not serve in time; quotes its log.
+            AssertionError: the engine ended, or does not serve in time; quotes the engine's log.
         """
         assert self._process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -129,13 +132,13 @@ class HostEngine:
     def complete(
         self, prompt: Sequence[int], max_tokens: int, params: Mapping[str, Any], offset: int = 0
     ) -> HostAnswer:
-        """A greedy answer; an error of any kind is one too.
+        """A greedy answer; an error of any kind is returned as an answer.
 
         Args:
             prompt: token ids.
-            max_tokens: how many tokens it gives.
+            max_tokens: number of tokens in the answer.
             params: the ``kv_transfer_params``.
-            offset: tokens of the answer that end the prompt already.
+            offset: number of tokens at the end of the prompt that already belong to the answer.
         """
         body = {
             "prompt": list(prompt),
@@ -157,11 +160,11 @@ class HostEngine:
         )
 
     def records(self) -> Records:
-        """The transfers and requests of this start, the ended ones."""
+        """The ended transfers and requests since the engine's last start."""
         return msgspec.json.decode(self._ask("GET", "/kvferry/records")[1], type=Records)
 
     def used_blocks(self) -> int:
-        """KV blocks that are not free."""
+        """Number of used KV blocks."""
         text = self._ask("GET", "/metrics")[1].decode()
         (used,) = re.findall(r'^kvferry_engine_kv_blocks\{state="used"\} (\S+)$', text, re.M)
         return int(float(used))
@@ -170,7 +173,7 @@ class HostEngine:
         address, port = self._settings.engine.host, self._settings.engine.port
         connection = http.client.HTTPConnection(address, port)
         connection.sock = self._client.connect(address, port, self._timeout_s)
-        # A host that has died says nothing: this is how its clients get to know.
+        # A dead host sends nothing, so the clients must detect the death by keepalives.
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
@@ -186,20 +189,20 @@ class HostEngine:
 
 @dataclass
 class HostPair:
-    """A prefill and a decode engine on hosts of their own."""
+    """A prefill engine and a decode engine, each on a host."""
 
     network: Network
     prefill: HostEngine
     decode: HostEngine
     max_tokens: int
-    """Of every answer, the first token included."""
+    """Number of tokens in every answer, including the first token."""
     timeout_s: float = 60.0
-    """Seconds in which every block must become free."""
+    """Seconds within which every block must become free."""
     is_settled: bool = False
-    """Whether both run and are known to hold no block; a test that fails leaves it ``False``."""
+    """Whether both engines run and hold no block; stays ``False`` after a failed test."""
 
     def start(self) -> None:
-        """Starts both (again, if need be), and waits until they serve."""
+        """Starts both engines (again, if need be), and waits until they serve."""
         for engine in (self.prefill, self.decode):
             engine.host.kill()
             engine.start()
@@ -207,18 +210,20 @@ class HostPair:
             engine.wait_until_ready()
 
     def mend(self) -> None:
-        """The link between the two is well, and nobody pauses."""
+        """Repairs the link between the two engines, and resumes paused hosts."""
         self.network.restore(self.prefill.host, self.decode.host)
         for engine in (self.prefill, self.decode):
             if engine.host.is_up:
                 engine.host.resume()
 
     def lend(self, prompt: Sequence[int]) -> HostAnswer:
-        """Has a prompt computed, and its KV lent: the first token, and where the KV is."""
+        """Lets the prefill engine compute a prompt and lend the KV: the first token, and the
+        ticket.
+        """
         return self.prefill.complete(prompt, 1, {"do_remote_decode": True})
 
     def load(self, prompt: Sequence[int], first: HostAnswer) -> HostAnswer:
-        """Has the rest of an answer decoded from KV that was lent."""
+        """Lets the decode engine compute the rest of an answer from the lent KV."""
         if first.error:
             return first
         tokens, params = first.token_ids, first.kv_transfer_params
@@ -227,19 +232,19 @@ class HostPair:
         return HostAnswer([*tokens, *rest.token_ids], rest.request_id, error=rest.error)
 
     def serve(self, prompt: Sequence[int]) -> HostAnswer:
-        """A whole answer, as a router has it made."""
+        """A whole answer, made as a router would make it."""
         return self.load(prompt, self.lend(prompt))
 
     def summary(self, answer: HostAnswer) -> RequestSummary:
-        """What the decode engine tells of a request that it has answered."""
+        """The decode engine's summary of an answered request."""
         requests = {one.request_id: one for one in self.decode.records().requests}
         return requests[answer.request_id]
 
     def check_digests(self) -> int:
-        """Asserts that what was loaded is what was lent, bit for bit.
+        """Checks that the loaded KV equals the lent KV, bit for bit.
 
         Returns:
-            How many loads there were of which the connector has records with digests.
+            Number of loads with digests in the connector's records.
         """
         records = [*self.prefill.records().transfers, *self.decode.records().transfers]
         records = [one for one in records if one.ok and one.token_digests is not None]

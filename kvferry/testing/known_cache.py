@@ -1,52 +1,99 @@
-"""A rank's KV cache in any geometry, every cell of which is known from the tokens.
+"""A rank's KV cache in any geometry, with cells known from the tokens.
 
-A cell's bits are a hash of its layer, part, head, element and of all tokens up to its own, as a
-real K or V depends on the whole prefix. So whether a block table holds exactly the KV of a token
-sequence can be decided by looking, and a block that nobody may touch can be told from one that
-somebody touched.
+A cell's bits are a hash of the layer, part, head and element of the cell, and of all tokens up to
+the cell's token, as a real K or V depends on the whole prefix. So a look at the cells decides
+whether a block table holds exactly the KV of a token sequence, and whether a free block was
+touched.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.layouts.arrays import ArrayView, ByteArray, MemorySpan, view_of
 from kvferry.topology.group import CROSS_LAYER_NAME, GroupGeometry
 from kvferry.topology.sharding import Int64s
-from kvferry.topology.tensors import Part, RankMemory
+from kvferry.topology.tensors import RankMemory, TensorPart
 
-ByteArray = npt.NDArray[np.uint8]
 UintArray = npt.NDArray[np.unsignedinteger]
 
 NO_TOKENS = 1
-"""The prefix state of no tokens."""
+"""State of the empty prefix."""
 
 _SPOILT = 0xA5
-"""Every byte of a block that nobody holds."""
+"""Value of every byte in a free block."""
+
+
+class Cells(Protocol):
+    """An array of unsigned integers in any memory, indexed like a NumPy array."""
+
+    @property
+    def dtype(self) -> "np.dtype[Any]":
+        """Dtype of the elements."""
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """A copy of elements, or a view of elements."""
+
+    def __setitem__(self, index: Any, values: Any, /) -> None:
+        """Overwrites elements, in order with the engine's other work on the device."""
+
+
+class CacheDevice(ABC):
+    """A device for the caches of fake engines; the host reaches the caches only through this
+    class.
+    """
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> MemorySpan:
+        """Memory of the device, which lives as long as this object."""
+
+    @abstractmethod
+    def cells(self, view: ArrayView) -> Cells:
+        """The elements of an array in the device's memory."""
+
+    @abstractmethod
+    def tensor(self, view: ArrayView) -> Any:
+        """The array in the form in which an engine would register it."""
 
 
 class KnownCache:
-    """The cells of one rank.
+    """The cells of one rank, each with a known value.
 
     Args:
-        geometry: of the engine's KV cache group.
-        rank: whose cache.
-        num_blocks: blocks per tensor, the null block included.
-        memory: ``geometry.nbytes(rank, num_blocks)`` bytes, for example those of a connector's
-            ``allocate``. The tensors lie in them one after the other.
+        geometry: geometry of the engine's KV cache group.
+        rank: owner of the cache.
+        num_blocks: blocks per tensor, including the null block.
+        memory: ``geometry.nbytes(rank, num_blocks)`` bytes, for example from a connector's
+            ``allocate``. The tensors lie in this memory one after the other.
+        device: device of the memory; ``None`` for host memory.
     """
 
     def __init__(
-        self, geometry: GroupGeometry, rank: int, num_blocks: int, memory: ByteArray
+        self,
+        geometry: GroupGeometry,
+        rank: int,
+        num_blocks: int,
+        memory: ByteArray | MemorySpan,
+        device: CacheDevice | None = None,
     ) -> None:
         self.geometry = geometry
         self.rank = rank
+        self._device = device
+        if not isinstance(memory, np.ndarray):
+            # Arrays in host memory describe the places in device memory; no byte of them is
+            # touched.
+            self._span, memory = memory, np.empty(memory.nbytes, dtype=np.uint8)
+        self._first = memory.ctypes.data
         self.tensors: dict[str, UintArray] = {}
-        """Tensor name → array, of ``geometry.cache_shape(rank, num_blocks)`` if it is a layer's
-        own; unsigned integers of the dtype's size, because NumPy lacks some dtypes and bits are all
-        that counts."""
-        memory[:] = _SPOILT
+        """Tensor name → array, of ``geometry.cache_shape(rank, num_blocks)`` for the tensor of a
+        single layer. The elements are unsigned integers of the dtype's size, because NumPy lacks
+        some dtypes and only bits count. For a cache on a device, the arrays only describe the
+        shapes."""
+        self._cells(memory)[:] = np.uint8(_SPOILT)
         described = geometry.memory(rank, num_blocks)
         kinds = geometry.tensors(rank)
         for tensor in described.tensors:
@@ -60,12 +107,14 @@ class KnownCache:
                 strides=kind.strides(shape),
             )
         self._views = {
-            (layer, part.name): self._view(described, layer, part, memory)
+            (layer, part.name): self._cells(self._view(described, layer, part, memory))
             for layer in geometry.layers(rank)
             for part in geometry.parts
         }
 
-    def _view(self, described: RankMemory, layer: int, part: Part, memory: ByteArray) -> UintArray:
+    def _view(
+        self, described: RankMemory, layer: int, part: TensorPart, memory: ByteArray
+    ) -> UintArray:
         """The cells of one layer and part, shape ``[blocks, tokens, heads, elements]``."""
         geometry = self.geometry
         cross = geometry.layout.is_cross_layer
@@ -81,7 +130,7 @@ class KnownCache:
         if cross:
             offset += geometry.layers(self.rank).index(layer) * strides.layer
         heads = len(geometry.heads(self.rank, part.name))
-        # A recurrent state has one place per block, whatever its number of tokens.
+        # A recurrent state has one place per block, for any number of tokens.
         tokens = 1 if geometry.is_recurrent else geometry.block_size
         return np.ndarray(
             (described.num_blocks, tokens, heads, part.head_size),
@@ -91,12 +140,25 @@ class KnownCache:
             strides=(strides.block, strides.token, strides.head, strides.element),
         )
 
-    def registered(self, *, by_layer: bool = False) -> dict[str, npt.NDArray[Any]]:
-        """The tensors as a connector gets them: of the geometry's dtype where NumPy has it.
+    def _cells(self, array: UintArray) -> Cells:
+        return array if self._device is None else self._device.cells(self._on_device(array))
+
+    def _on_device(self, array: npt.NDArray[Any]) -> ArrayView:
+        """Place of the device array that the given array stands for."""
+        view, span = view_of(array), self._span
+        return replace(
+            view,
+            address=view.address - self._first + span.address,
+            storage=(span.address, span.nbytes),
+            device=span.device,
+        )
+
+    def registered(self, *, by_layer: bool = False) -> dict[str, Any]:
+        """The tensors as a connector gets them, with the geometry's dtype if NumPy has this dtype.
 
         Args:
-            by_layer: a view per layer under the layer's name, also where one tensor holds all, as
-                engines with several groups register them.
+            by_layer: whether each layer gets a view under the layer's name, even if one tensor
+                holds all layers. Engines with several groups register such views.
         """
         tensors = dict(self.tensors)
         dtypes: dict[str, str] = {}
@@ -109,10 +171,13 @@ class KnownCache:
                 names = [layer + kind.suffix for layer in layers]
                 tensors |= dict(zip(names, views, strict=True))
             dtypes |= dict.fromkeys(names, kind.parts[0].dtype)
-        return {
+        typed = {
             name: tensor.view(dtypes[name]) if hasattr(np, dtypes[name]) else tensor
             for name, tensor in tensors.items()
         }
+        if self._device is None:
+            return typed
+        return {name: self._device.tensor(self._on_device(each)) for name, each in typed.items()}
 
     def write(
         self, table: Sequence[int], tokens: Sequence[int], first: int, end: int, salt: int = 0
@@ -120,11 +185,11 @@ class KnownCache:
         """Writes the cells of the tokens ``[first, end)``, as a model would.
 
         Args:
-            table: the block table, token 0 first; nothing is written where it has the null block.
-            tokens: the sequence, ``end`` tokens at least.
+            table: the block table, from token 0; nothing is written to null blocks.
+            tokens: the sequence, at least ``end`` tokens.
             first: position of the first token.
-            end: position after the last one.
-            salt: cells of different salts differ.
+            end: position after the last token.
+            salt: number mixed into all cells.
         """
         held, blocks, slots = self._places(table, first, end)
         kept = blocks != 0
@@ -140,13 +205,13 @@ class KnownCache:
         salt: int = 0,
         layers: Collection[int] | None = None,
     ) -> list[str]:
-        """Where the cells of the tokens ``[first, end)`` are not what :meth:`write` writes.
+        """Cells of the tokens ``[first, end)`` that differ from the values of :meth:`write`.
 
-        With ``layers``, only those of some of the model's layers. The null block has no right
+        ``layers`` restricts the check to some of the model's layers. The null block has no right
         cells.
 
         Returns:
-            One line per layer and part that has wrong cells; empty if all are right.
+            One line per layer and part with wrong cells; empty if all cells are right.
         """
         held, blocks, slots = self._places(table, first, end)
         lines = []
@@ -164,36 +229,35 @@ class KnownCache:
         return lines
 
     def is_spoilt(self, table: Sequence[int], first: int, end: int) -> bool:
-        """Whether nobody wrote to the cells of the tokens ``[first, end)`` since they were spoilt.
+        """Whether the cells of the tokens ``[first, end)`` were not written to since they were
+        spoilt.
 
-        Null blocks have none.
+        Null blocks have no cells.
         """
         _, blocks, slots = self._places(table, first, end)
         kept = blocks != 0
-        cells = [view[blocks[kept], slots[kept]] for view in self._views.values()]
-        return all(bool((np.ascontiguousarray(c).view(np.uint8) == _SPOILT).all()) for c in cells)
+        places = blocks[kept], slots[kept]
+        return all(bool((view[places] == _spoilt(view)).all()) for view in self._views.values())
 
     def spoil(self, blocks: Iterable[int]) -> None:
-        """Fills blocks with a pattern that :meth:`touched` looks for."""
+        """Fills blocks with the pattern that :meth:`touched` looks for."""
         ids = list(blocks)
         for view in self._views.values():
-            view[ids] = np.frombuffer(bytes([_SPOILT] * view.itemsize), dtype=view.dtype)[0]
+            view[ids] = _spoilt(view)
 
     def touched(self, blocks: Iterable[int]) -> list[int]:
-        """Those of the blocks that somebody wrote to since they were spoilt."""
-        return [
-            block
-            for block in blocks
-            if any(
-                (np.ascontiguousarray(view[block]).view(np.uint8) != _SPOILT).any()
-                for view in self._views.values()
-            )
-        ]
+        """The blocks that were written to since they were spoilt."""
+        ids = np.array(list(blocks), dtype=np.int64)
+        changed = np.zeros(len(ids), dtype=bool)
+        for view in self._views.values():
+            changed |= (view[ids] != _spoilt(view)).any(axis=(1, 2, 3))
+        return [int(block) for block in ids[changed]]
 
     def _places(self, table: Sequence[int], first: int, end: int) -> tuple[Int64s, Int64s, Int64s]:
-        """Those of the tokens that the rank holds, the blocks and the slots where they lie.
+        """The tokens that the rank holds, with the blocks and the slots of their cells.
 
-        Of a recurrent state, the last token of each block: the others leave no cells.
+        For a recurrent state, only the last token of each block counts: other tokens leave no
+        cells.
         """
         positions = np.arange(first, end)
         shard = self.geometry.token_shard(self.rank)
@@ -219,8 +283,13 @@ class KnownCache:
         return bits.astype(f"u{parts[part].itemsize}")
 
 
+def _spoilt(view: Cells) -> Any:
+    """Value of a cell in a spoilt block."""
+    return np.frombuffer(bytes([_SPOILT] * view.dtype.itemsize), dtype=view.dtype)[0]
+
+
 def prefix_states(tokens: Sequence[int], state: int = NO_TOKENS) -> list[int]:
-    """For each token, 61 bits that depend on all tokens up to it.
+    """For each token, 61 bits that depend on all tokens up to this token.
 
     >>> prefix_states([5, 7])[0] == prefix_states([5, 8])[0]
     True
@@ -228,8 +297,8 @@ def prefix_states(tokens: Sequence[int], state: int = NO_TOKENS) -> list[int]:
     True
 
     Args:
-        tokens: those to go on with.
-        state: what stands for all tokens before them.
+        tokens: the following tokens.
+        state: state of all earlier tokens.
     """
     states = []
     for token in tokens:
@@ -239,7 +308,9 @@ def prefix_states(tokens: Sequence[int], state: int = NO_TOKENS) -> list[int]:
 
 
 def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every bit moves every other."""
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every bit changes every other
+    bit.
+    """
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

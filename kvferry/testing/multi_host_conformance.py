@@ -1,4 +1,4 @@
-"""What a connector must do between hosts; subclass it in the tests of yours.
+"""The tests of a connector between hosts; subclass the suite in your connector's tests.
 
     class TestMyConnectorBetweenHosts(MultiHostConnectorConformance):
         @pytest.fixture(scope="class")
@@ -11,9 +11,10 @@
                 for role, host in (("kv_producer", hosts.prefill), ("kv_consumer", hosts.decode))
             )
 
-A prefill and a decode engine of unequal shapes run a small random model in float64, on two hosts
-made of network namespaces; the tests stand on a third and do what a router does. Every answer is
-compared with that of one undivided engine. Where the machine allows no hosts, all are skipped.
+A prefill engine and a decode engine of unequal shapes run a small random model in float64, on two
+hosts made of network namespaces. The tests run on a third host and act as a router. Every answer is
+compared with the answer of an undivided engine. All tests are skipped if the machine allows no
+hosts.
 """
 
 import itertools
@@ -43,26 +44,26 @@ FAULT_S = 2.0
 """Seconds for which a fault lasts."""
 
 CLIENTS = 6
-"""Requests that are under way at a time."""
+"""Number of requests under way at a time."""
 
 Prompt: TypeAlias = tuple[int, ...]
 Expected: TypeAlias = Callable[[Sequence[Prompt]], list[list[int]]]
 
 
 def prompt(num_tokens: int, seed: int) -> Prompt:
-    """Tokens of the tiny model; no two of them begin alike."""
+    """Tokens of the tiny model; no two prompts begin alike."""
     chance = random.Random(seed)
     return tuple(chance.randrange(3, 300) for _ in range(num_tokens))
 
 
 def prompts(seed: int, number: int = 6) -> list[Prompt]:
-    """Prompts from 25 tokens on, of several blocks each."""
+    """Prompts from 25 tokens on, each with several blocks."""
     return [prompt(25 + 20 * index, 100 * seed + index) for index in range(number)]
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where everything runs."""
+    """The hosts of a test, and the network between them."""
 
     network: Network
     prefill: Host
@@ -70,7 +71,7 @@ class Hosts:
     client: Host
 
 
-#: What stops the two engines from hearing of each other for a while; :meth:`HostPair.mend` ends it.
+#: Faults that interrupt all contact between the two engines; :meth:`HostPair.mend` ends a fault.
 INTERRUPTIONS: Mapping[str, Callable[[HostPair], None]] = {
     "cut": lambda pair: pair.network.cut(pair.prefill.host, pair.decode.host),
     "cut-from-prefill": lambda pair: pair.network.cut(
@@ -83,7 +84,7 @@ INTERRUPTIONS: Mapping[str, Callable[[HostPair], None]] = {
     "decode-stopped": lambda pair: pair.decode.host.pause(),
 }
 
-#: What they must be able to work over.
+#: Faults of a link that the engines must be able to work with.
 BAD_LINKS: Mapping[str, Callable[[HostPair], None]] = {
     "slow": lambda pair: pair.network.slow(
         pair.prefill.host, pair.decode.host, delay_s=0.05, bytes_per_s=1e6
@@ -93,35 +94,38 @@ BAD_LINKS: Mapping[str, Callable[[HostPair], None]] = {
 
 
 class MultiHostConnectorConformance:
-    """The tests. Override :meth:`configs`; the rest where your connector differs."""
+    """The tests of a connector between hosts. Override :meth:`configs`, and other members where
+    your connector differs.
+    """
 
     timeout_s: ClassVar[float] = 60.0
-    """Seconds after which whatever is waited for counts as failed."""
+    """Seconds after which a wait counts as failed."""
     prefill_shape: ClassVar[Mapping[str, Any]] = {"tp": 2, "block_size": 8, "layout": "HND"}
-    """Of the prefill engine, as in a cluster file; override both if yours must be equal."""
+    """Shape of the prefill engine, as in a cluster file; override both shapes if yours must be
+    equal."""
     decode_shape: ClassVar[Mapping[str, Any]] = {"block_size": 12, "layout": "NHD"}
-    """Of the decode engine."""
+    """Shape of the decode engine, as in a cluster file."""
     family: ClassVar[Literal["ipv4", "ipv6"]] = "ipv4"
-    """Which of their addresses hosts use."""
+    """Address family of the hosts."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def configs(cls, hosts: Hosts) -> tuple[KVTransferConfig, KVTransferConfig]:
-        """The configuration of a producer and of a consumer that can reach it.
+        """The configuration of a producer and of a consumer that can reach the producer.
 
-        With ``kv_load_failure_policy="recompute"``, so that no fault costs an answer.
+        Set ``kv_load_failure_policy="recompute"``, so that no fault costs an answer.
         """
         raise NotImplementedError("override the fixture `configs`, with scope='class'")
 
     @classmethod
     def address(cls, host: Host) -> str:
-        """Where others reach a host."""
+        """The address at which other hosts reach a host."""
         return host.ipv6 if cls.family == "ipv6" else host.ipv4
 
     @pytest.fixture(scope="class")
     @classmethod
     def hosts(cls) -> Iterator[Hosts]:
-        """The machines, with nothing on them; skips where there can be none."""
+        """The hosts, without processes; skips the tests if the machine allows no hosts."""
         try:
             network = Network.open()
         except HostError as error:
@@ -138,7 +142,7 @@ class MultiHostConnectorConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def expected(cls, model: Path) -> Iterator[Expected]:
-        """Answers of one engine with one rank, in this process."""
+        """Answers of an engine with one rank, in this process."""
         config = EngineConfig(name="undivided", kv_transfer_config={})
         with build_engine(
             config, model, dtype=DTYPE, executor="inprocess", connect=False
@@ -155,7 +159,7 @@ class MultiHostConnectorConformance:
         model: Path,
         tmp_path_factory: pytest.TempPathFactory,
     ) -> HostPair:
-        """A prefill and a decode engine, not yet running."""
+        """A prefill engine and a decode engine, not yet running."""
         logs = tmp_path_factory.mktemp("logs")
 
         def engine(host: Host, config: KVTransferConfig, shape: Mapping[str, Any]) -> HostEngine:
@@ -185,7 +189,7 @@ class MultiHostConnectorConformance:
 
     @pytest.fixture
     def pair(self, engines: HostPair) -> Iterator[HostPair]:
-        """Two engines that run and hold nothing; started again after a test that failed."""
+        """Two running engines that hold no block; restarted after a failed test."""
         if not engines.is_settled:
             engines.start()
         engines.is_settled = False
@@ -210,7 +214,7 @@ class MultiHostConnectorConformance:
         pair.settle()
 
     def test_what_was_loaded_is_what_was_lent(self, pair: HostPair) -> None:
-        # Where a connector records digests; the tokens above say the same in other words.
+        # Only for connectors that record digests; the tokens above prove the same in another way.
         _at_once(pair.serve, prompts(seed=2))
         pair.check_digests()
         pair.settle()
@@ -218,8 +222,8 @@ class MultiHostConnectorConformance:
     def test_a_prefix_that_was_loaded_serves_other_requests(
         self, pair: HostPair, expected: Expected
     ) -> None:
-        # Attention does not mind in which order it meets the blocks of a prompt. Whoever finds one
-        # of them in the prefix cache, alone, does.
+        # Attention accepts the blocks of a prompt in any order. A request that finds only one of
+        # the blocks in the prefix cache does not.
         size = self.decode_shape["block_size"]
         loaded, rest = prompt(5 * size, seed=30), prompt(7, seed=31)
         self.check([pair.serve(loaded)], expected([loaded]))
@@ -277,13 +281,13 @@ class MultiHostConnectorConformance:
         asked = prompts(seed=8)
         firsts = _at_once(pair.lend, asked)
         with ThreadPoolExecutor(CLIENTS) as pool:
-            # The loads are under way for as long as the link is this slow.
+            # The loads are under way as long as the link is this slow.
             pair.network.slow(pair.prefill.host, pair.decode.host, bytes_per_s=1e4)
             loads = pool.map(pair.load, asked, firsts)
             time.sleep(FAULT_S / 2)
             pair.decode.host.kill()
             ended = list(loads)
-        # Whatever was answered in time is right.
+        # All answers that came in time must be right.
         served = [
             (one, answer) for one, answer in zip(asked, ended, strict=True) if not answer.error
         ]
@@ -301,7 +305,7 @@ class MultiHostConnectorConformance:
         assert [answer.token_ids for answer in answers] == expected
 
     def check_recovery(self, pair: HostPair, expected: Expected) -> None:
-        """Asserts that, with the fault over, KV moves again, and every block becomes free."""
+        """Asserts that KV moves again after the fault, and that every block becomes free."""
         pair.mend()
         deadline = time.monotonic() + self.timeout_s
         for seed in itertools.count(1000):
@@ -318,6 +322,6 @@ class MultiHostConnectorConformance:
 def _at_once(
     ask: Callable[..., HostAnswer], asked: Sequence[Prompt], *more: Sequence[HostAnswer]
 ) -> list[HostAnswer]:
-    """Answers to prompts, several under way at a time."""
+    """Answers to prompts, with several requests under way at a time."""
     with ThreadPoolExecutor(CLIENTS) as pool:
         return list(pool.map(ask, asked, *more))

@@ -12,10 +12,11 @@ from kvferry.zeromq import join_address
 
 HEAD_PORT = 6379
 START_TIMEOUT_S = 150.0
-"""Seconds for a node to be up, however busy the machine is."""
+"""Seconds within which a node must be up, even on a busy machine."""
 TRIES = 3
 STORE_BYTES = 80_000_000
-"""Of Ray's object store, which kvferry does not need: the least that Ray allows, and a little."""
+"""Number of bytes of Ray's object store, which kvferry does not use: slightly above Ray's
+minimum."""
 
 
 def start_ray(
@@ -26,20 +27,22 @@ def start_ray(
     head: Host | None = None,
     env: Mapping[str, str] | None = None,
 ) -> str:
-    """Starts a node on a host, and returns the address of its cluster when it is up.
+    """Starts a Ray node on a host, and returns the address of the cluster when the node is up.
 
-    It ends with its host. What else runs on the host may end: Ray's own patience with a new node is
-    30 s, which a busy machine needs, and the host is then restarted for another try.
+    The node ends with the host. Ray waits only 30 s for a new node, and a busy machine may need
+    longer. The host is then restarted for another try, which ends all other processes on the host.
 
     Args:
-        host: that becomes the node.
-        folder: for Ray's files. Its path is short, as those of Unix sockets in it are bounded.
-        cpus: how many it has to give.
-        head: host of the head node of a cluster to join; unless given, it is the head of a new one.
-        env: further environment of Ray and of all that it starts.
+        host: host of the node.
+        folder: folder for Ray's files. The path must be short, because Unix sockets in the folder
+            have bounded paths.
+        cpus: number of CPUs of the node.
+        head: host of the head node of the cluster to join; if left out, the node heads a new
+            cluster.
+        env: further environment variables for Ray and all its children.
 
     Raises:
-        HostError: it does not start; quotes what it says.
+        HostError: the node does not start; quotes Ray's output.
     """
     address = join_address((head or host).ipv4, HEAD_PORT)
     as_head = [f"--port={HEAD_PORT}", "--head", "--include-dashboard=false"]

@@ -1,4 +1,4 @@
-"""Copies for the tests of transports: random strided boxes, plain large ones, and their oracle."""
+"""Copies for the tests of transports: random strided boxes, plain large boxes, and an oracle."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.layouts.arrays import ByteArray
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, blank_runs
-from kvferry.transports.base import ByteArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +22,7 @@ class Case:
 
 @dataclass(slots=True)
 class _Side:
-    """How one side lays out its blocks: byte strides by dim, and the bytes of one tile's area."""
+    """Block layout of one side: byte strides by dim, and the bytes of one tile's area."""
 
     block_stride: int
     token_stride: int
@@ -32,10 +32,10 @@ class _Side:
 
 
 def random_case(seed: int) -> Case:
-    """Tiles of any shape in regions of several sizes, runs that cut blocks anywhere, some of them
-    with steps between their tokens.
+    """Makes tiles of any shape in regions of several sizes, and runs that cut blocks anywhere. Some
+    runs have steps between their tokens.
 
-    Strides come from a random order of the four dims with random gaps, on each side its own; no
+    Strides come from a random order of the four dims with random gaps, separately for each side. No
     two bytes of a target coincide.
     """
     rng = np.random.default_rng(seed)
@@ -94,7 +94,9 @@ def large_case(nbytes: int, seed: int = 0) -> Case:
 
 
 def violations(case: Case) -> list[tuple[str, Tiles, Runs]]:
-    """The case with one number changed each time so that it leaves the memory; with a name."""
+    """Copies of the case, each with one number that makes the case leave the memory; with a
+    name.
+    """
     huge = 1 << 62
     changes: Sequence[tuple[str, str, int]] = (
         ("tiles", "source_region", len(case.source_region_bytes)),
@@ -136,7 +138,8 @@ def copy_slowly(
 ) -> None:
     """Copies ``tiles`` × ``runs`` byte by byte, as :mod:`kvferry.layouts.tiles` defines them.
 
-    The oracle of transports and copiers: NumPy index arrays, no line shared with the copier.
+    The oracle of transports and copiers uses NumPy index arrays, and shares no line with the
+    copier.
 
     Args:
         tiles: array of ``TILE_DTYPE``.
@@ -145,7 +148,7 @@ def copy_slowly(
         targets: ``uint8`` regions of the reader, 1-d; changed in place.
 
     Raises:
-        IndexError: an address lies outside its region.
+        IndexError: an address lies outside the region.
     """
     for tile in tiles:
         for run in runs:
@@ -155,7 +158,7 @@ def copy_slowly(
 
 
 def _random_runs(rng: np.random.Generator, source_block: int, target_block: int) -> Runs:
-    """A request's runs: shuffled block tables, cut wherever a block of either side ends."""
+    """A request's runs: shuffled block tables, cut at the block ends of both sides."""
     tokens = int(rng.integers(1, 40))
     source = rng.permutation(int(-(-tokens // source_block)) + 4)
     target = rng.permutation(int(-(-tokens // target_block)) + 4)

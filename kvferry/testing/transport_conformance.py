@@ -1,4 +1,4 @@
-"""The conformance class of transports: subclass it, name your transport, run pytest.
+"""The conformance suite of transports: subclass it, name your transport, run pytest.
 
 .. code-block:: python
 
@@ -9,8 +9,8 @@
         transport = PigeonTransport
         extra = {"coop": "north"}  # keys of its ExtraConfig, if it needs any
 
-Every test reads from a peer in a process of its own and compares the whole memory around the
-target with a slow oracle. For a transport with ``fences = False`` there is
+Every test reads from a peer in another process and compares the whole memory around the target with
+a slow oracle. For transports with ``fences = False``, use
 :class:`~kvferry.testing.unfenced_conformance.UnfencedTransportConformance`.
 """
 
@@ -39,32 +39,32 @@ from kvferry.transports.base import Transfer, TransferState, Transport, Transpor
 
 
 class TransportConformance(TransportScenes):
-    """What every transport must do. See the module's docstring for how to use it."""
+    """The tests of every transport. The module's docstring shows the use."""
 
     stopped_errors: ClassVar[tuple[type[KVFerryError], ...]] = (StalledError,)
-    """What a read from a stopped peer may fail with."""
+    """Allowed errors of a read from a stopped peer."""
 
-    # What a transport that cannot fence does otherwise.
+    # Hooks that the suite for transports without fence overrides.
 
     def wait_for_bytes(self, transfer: Transfer) -> None:
-        """Waits until some bytes of the read are there."""
+        """Waits until some bytes of the read have arrived."""
         self.wait_for(lambda: transfer.bytes_done > 0)
 
     def watch(self, local: Transport, transfer: Transfer) -> bool:
-        """Polls until a disturbed read is reported; returns whether it was."""
+        """Polls until a disturbed read is reported; returns whether a report came."""
         self.wait(local, transfer)
         return True
 
     def judge(
         self, scene: Scene, transfer: Transfer, over: bool, *errors: type[KVFerryError]
     ) -> None:
-        """Whatever became of a disturbed read, its state tells no lie.
+        """Checks that the state of a disturbed read is true, however the read ended.
 
         Args:
-            scene: where it reads to.
+            scene: the target of the read.
             transfer: the read.
-            over: whether it was reported as terminal.
-            errors: what it may have failed with.
+            over: whether the read was reported as terminal.
+            errors: the allowed errors of the read.
         """
         assert over
         if transfer.state is TransferState.DONE:
@@ -76,13 +76,13 @@ class TransportConformance(TransportScenes):
             assert transfer.state is wanted
         self.assert_nothing_lands(scene)
 
-    # Reads that go well.
+    # Reads that succeed.
 
     @pytest.mark.parametrize("seed", range(12))
     def test_reads_equal_the_oracle_and_touch_nothing_else(
         self, local: Transport, healthy_peer: PeerProcess, seed: int
     ) -> None:
-        """Any strides, several regions, partial blocks."""
+        """Reads with any strides, several regions and partial blocks."""
         scene = self.scene(local, healthy_peer, random_case(seed))
         transfer = scene.read()
         assert self.wait(local, transfer) == [transfer]
@@ -96,7 +96,7 @@ class TransportConformance(TransportScenes):
     def test_a_large_read_equals_the_oracle(
         self, local: Transport, healthy_peer: PeerProcess
     ) -> None:
-        """Megabytes, in more than one step; progress grows until all bytes are there."""
+        """Reads megabytes in more than one step; progress grows until all bytes have arrived."""
         scene = self.scene(local, healthy_peer, large_case(16 << 20))
         transfer = scene.read()
         seen = [0]
@@ -115,7 +115,7 @@ class TransportConformance(TransportScenes):
     def test_allocated_memory_is_zeroed_and_can_be_read_into(
         self, local: Transport, healthy_peer: PeerProcess
     ) -> None:
-        """The memory that ``allocate`` returns is a region like any other."""
+        """The memory from ``allocate`` is a region like any other."""
         case = large_case(SMALL)
         scene = self.scene(local, healthy_peer, case)
         region, memory = allocate(local, case.target_region_bytes[0])
@@ -136,7 +136,7 @@ class TransportConformance(TransportScenes):
     def test_a_read_sees_what_the_source_holds_now(
         self, local: Transport, healthy_peer: PeerProcess
     ) -> None:
-        """The same read again, after the source has changed."""
+        """Repeats a read after the source has changed."""
         scene = self.scene(local, healthy_peer, large_case(SMALL))
         self.read_exactly(scene)
         healthy_peer.refill(len(scene.sources) - 1, seed=99)
@@ -144,7 +144,7 @@ class TransportConformance(TransportScenes):
         self.read_exactly(scene)
 
     def test_an_empty_read_is_done(self, local: Transport, healthy_peer: PeerProcess) -> None:
-        """No runs, or no tiles: nothing to move."""
+        """Reads no runs, or no tiles: there is nothing to move."""
         scene = self.scene(local, healthy_peer, large_case(SMALL))
         no_runs = local.read(scene.peer, scene.tiles, np.empty(0, dtype=RUN_DTYPE))
         no_tiles = local.read(scene.peer, scene.tiles[:0], scene.runs)
@@ -155,7 +155,7 @@ class TransportConformance(TransportScenes):
     def test_a_read_returns_before_it_is_done(
         self, local: Transport, healthy_peer: PeerProcess
     ) -> None:
-        """``read`` never waits for the bytes: the step thread calls it."""
+        """``read`` never waits for the bytes, because the step thread calls ``read``."""
         scene = self.scene(local, healthy_peer, large_case(LARGE))
         calls, totals = [], []
         for _ in range(5):
@@ -168,7 +168,7 @@ class TransportConformance(TransportScenes):
         assert min(calls) < 0.5 * min(totals), f"calls {calls} s of {totals} s"
 
     def test_a_read_waits_for_its_event(self, local: Transport, healthy_peer: PeerProcess) -> None:
-        """Nothing lands before ``after``; ``read`` itself does not wait for it."""
+        """Nothing lands before ``after``; ``read`` itself does not wait for ``after``."""
         scene = self.scene(local, healthy_peer, large_case(SMALL))
         event = threading.Event()
         transfer = scene.read(after=event)
@@ -194,7 +194,7 @@ class TransportConformance(TransportScenes):
     def test_many_reads_at_once_are_each_reported_once(
         self, local: Transport, healthy_peer: PeerProcess
     ) -> None:
-        """Also those that were cancelled, and those cancelled after they were done."""
+        """Includes reads cancelled before or after their end."""
         scenes = [self.scene(local, healthy_peer, random_case(seed)) for seed in range(100, 140)]
         transfers = [scene.read() for scene in scenes]
         for transfer in transfers[::4]:
@@ -215,13 +215,13 @@ class TransportConformance(TransportScenes):
     def test_a_read_after_many_others_is_done(
         self, local: Transport, healthy_peer: PeerProcess
     ) -> None:
-        """What is left of those that are over holds up nobody, however many they were."""
+        """Leftovers of many finished reads delay no later read."""
         scene = self.scene(local, healthy_peer, random_case(140))
         self.wait(local, *[scene.read() for _ in range(40)])
         self.read_exactly(scene)
 
     def test_two_transports_of_one_process_can_read_from_each_other(self) -> None:
-        """As the ranks of an in-process engine do."""
+        """Reads within a process, as the ranks of an in-process engine do."""
         case = large_case(SMALL)
         with (
             contextlib.closing(self.transport.open(self.options())) as source,
@@ -237,12 +237,12 @@ class TransportConformance(TransportScenes):
             copy_slowly(case.tiles, case.runs, [contents(held)], [expected])
             assert np.array_equal(contents(memory), expected)
 
-    # What is refused.
+    # Requests that must be refused.
 
     def test_copies_that_leave_a_region_are_refused_before_a_byte_moves(
         self, local: Transport, healthy_peer: PeerProcess
     ) -> None:
-        """On either side, by numbers of any size."""
+        """Leaves a region on either side, by numbers of any size."""
         scene = self.scene(local, healthy_peer, large_case(SMALL))
         case = Case(
             scene.tiles,
@@ -263,7 +263,7 @@ class TransportConformance(TransportScenes):
     def test_a_region_newer_than_the_endpoint_is_refused(
         self, local: Transport, healthy_peer: PeerProcess
     ) -> None:
-        """An endpoint covers the regions known when it was made."""
+        """An endpoint covers only the regions known at its creation."""
         scene = self.scene(local, healthy_peer, large_case(SMALL))
         healthy_peer.allocate(scene.sources[-1].nbytes, 5)
         scene.tiles["source_region"] += 1
@@ -273,7 +273,7 @@ class TransportConformance(TransportScenes):
     def test_memory_registered_without_serving_cannot_be_read(
         self, local: Transport, healthy_peer: PeerProcess
     ) -> None:
-        """``serve=False`` is a place for our own reads only."""
+        """``serve=False`` gives a target for local reads only."""
         scene = self.scene(local, healthy_peer, large_case(SMALL))
         with contextlib.closing(self.transport.open(self.options())) as other:
             region = other.register(scene.targets[0].copy(), serve=False)
@@ -284,7 +284,7 @@ class TransportConformance(TransportScenes):
 
     @pytest.mark.parametrize("seed", range(8))
     def test_a_garbage_endpoint_is_refused(self, local: Transport, seed: int) -> None:
-        """Random bytes, and a real endpoint cut short."""
+        """Tries random bytes, and a real endpoint cut short."""
         rng = np.random.default_rng(seed)
         for endpoint in (
             rng.bytes(int(rng.integers(0, 200))),
@@ -294,16 +294,16 @@ class TransportConformance(TransportScenes):
                 local.connect(endpoint)
 
     def test_an_unknown_extra_key_is_refused(self) -> None:
-        """With its name, before anything is opened."""
+        """The error names the key and comes before anything is opened."""
         with pytest.raises(ConfigError, match="no_such_key"):
             self.transport.open(TransportOptions(extra={"no_such_key": 1}))
 
-    # Cancelling.
+    # Cancellation.
 
     def test_a_read_cancelled_while_it_runs_lands_nothing_afterwards(
         self, local: Transport, healthy_peer: PeerProcess
     ) -> None:
-        """The memory is given to somebody else as soon as the state is terminal."""
+        """Matters because the memory gets a new owner as soon as the state is terminal."""
         scene = self.scene(local, healthy_peer, large_case(LARGE))
         for _ in range(20):
             transfer = scene.read()
@@ -320,7 +320,7 @@ class TransportConformance(TransportScenes):
     def test_a_read_cancelled_before_it_starts_lands_nothing(
         self, local: Transport, healthy_peer: PeerProcess
     ) -> None:
-        """It is terminal although its event never happened; nor does anything land when it does."""
+        """The read ends before its event, and nothing lands after the event."""
         scene = self.scene(local, healthy_peer, large_case(SMALL))
         event = threading.Event()
         transfer = scene.read(after=event)
@@ -334,7 +334,7 @@ class TransportConformance(TransportScenes):
     def test_cancelling_changes_nothing_once_a_read_is_done(
         self, local: Transport, healthy_peer: PeerProcess
     ) -> None:
-        """The state stays, and is not reported again."""
+        """The state stays, and no second report comes."""
         scene = self.scene(local, healthy_peer, large_case(SMALL))
         transfer = self.read_exactly(scene)
         local.cancel(transfer)
@@ -347,9 +347,9 @@ class TransportConformance(TransportScenes):
     def test_the_end_of_a_read_is_told(
         self, local: Transport, fresh_peer: PeerProcess, end: str
     ) -> None:
-        """However it ended: once, when poll() reports it; at once to those who ask later."""
+        """Every end gives one callback when poll() reports it; later callbacks run at once."""
         if end in ("closed", "lost") and not self.transport.fences:
-            return  # it need not end
+            return  # the read need not end
         scene = self.scene(local, fresh_peer, large_case(SMALL))
         event, told = threading.Event(), threading.Semaphore(0)
         if end == "lost":
@@ -371,12 +371,12 @@ class TransportConformance(TransportScenes):
         assert told.acquire(timeout=0)
         assert not told.acquire(timeout=self.settle_s / 4), "told twice"
 
-    # Peers that die, stop, and come back.
+    # Peers that die, stop, and return.
 
     def test_reading_from_a_dead_peer_fails_as_lost(
         self, local: Transport, fresh_peer: PeerProcess
     ) -> None:
-        """Whether it is the connection that fails, or the read."""
+        """Accepts both a failing connection and a failing read."""
         scene = self.scene(local, fresh_peer, large_case(SMALL))
         endpoint = fresh_peer.endpoint()
         fresh_peer.kill()
@@ -395,25 +395,24 @@ class TransportConformance(TransportScenes):
     def test_a_peer_killed_during_a_read_fails_it_as_lost(
         self, local: Transport, fresh_peer: PeerProcess
     ) -> None:
-        """And nothing lands afterwards. A read that was quicker than the kill is exact."""
+        """Nothing lands afterwards. A read that was faster than the kill is exact."""
         scene = self.scene(local, fresh_peer, large_case(LARGE))
         transfer = scene.read()
         self.wait_for_bytes(transfer)
         fresh_peer.kill()
         self.judge(scene, transfer, self.watch(local, transfer), PeerLostError)
 
-    @pytest.mark.usefixtures("stalls_soon")
     @pytest.mark.parametrize("when", ["before", "during"])
     def test_a_peer_that_stops_and_resumes_lands_nothing_late(
-        self, local: Transport, fresh_peer: PeerProcess, when: str
+        self, impatient: Transport, fresh_peer: PeerProcess, when: str
     ) -> None:
-        """The read fails as stalled (or is done, where the source takes no part in it).
+        """The read fails as stalled, or succeeds if the source takes no part.
 
-        One that need not end is given up while the peer is stopped; what it does when the peer
-        goes on is its own matter until it is terminal. The peer serves new reads then.
+        A read that need not end is cancelled while the peer is stopped. When the peer resumes, such
+        a read may do anything until the read is terminal. The peer then serves new reads.
         """
-        scene = self.scene(local, fresh_peer, large_case(LARGE))
-        self.wait(local, scene.read())
+        scene = self.scene(impatient, fresh_peer, large_case(LARGE))
+        self.wait(impatient, scene.read())
         scene.refill()
         if when == "before":
             fresh_peer.suspend()
@@ -421,10 +420,10 @@ class TransportConformance(TransportScenes):
         if when == "during":
             self.wait_for_bytes(transfer)
             fresh_peer.suspend()
-        over = self.watch(local, transfer)
+        over = self.watch(impatient, transfer)
         if not over:
-            local.cancel(transfer)
-            over = self.watch(local, transfer)
+            impatient.cancel(transfer)
+            over = self.watch(impatient, transfer)
         if over:
             self.judge(scene, transfer, over, *self.stopped_errors)
         fresh_peer.resume()
@@ -432,24 +431,24 @@ class TransportConformance(TransportScenes):
             time.sleep(self.settle_s)
             scene.assert_untouched()
         else:
-            self.judge(scene, transfer, self.watch(local, transfer), *self.stopped_errors)
-        again = self.scene(local, fresh_peer, large_case(SMALL))
+            self.judge(scene, transfer, self.watch(impatient, transfer), *self.stopped_errors)
+        again = self.scene(impatient, fresh_peer, large_case(SMALL))
         self.read_exactly(again)
 
     def test_a_stopped_peer_holds_up_no_other(
-        self, local: Transport, healthy_peer: PeerProcess, fresh_peer: PeerProcess
+        self, impatient: Transport, healthy_peer: PeerProcess, fresh_peer: PeerProcess
     ) -> None:
         """Reads from a healthy peer go on meanwhile."""
-        stopped = self.scene(local, fresh_peer, large_case(SMALL))
-        healthy = self.scene(local, healthy_peer, large_case(SMALL))
+        stopped = self.scene(impatient, fresh_peer, large_case(SMALL))
+        healthy = self.scene(impatient, healthy_peer, large_case(SMALL))
         fresh_peer.suspend()
         stuck = [stopped.read() for _ in range(4)]
         for _ in range(5):
             self.read_exactly(healthy)
         for transfer in stuck:
-            local.cancel(transfer)
-        if self.transport.fences:  # else they need not end
-            self.wait_for(lambda: all(transfer.is_terminal for transfer in stuck))
+            if self.transport.fences:  # otherwise the read need not end
+                self.wait_for(lambda read=transfer: read.is_terminal)  # type: ignore[misc]
+            impatient.cancel(transfer)
         fresh_peer.resume()
 
     # Closing.
@@ -479,9 +478,9 @@ class TransportConformance(TransportScenes):
         local.cancel(blocked)
 
     def test_closing_the_transport_ends_its_reads_first(self, healthy_peer: PeerProcess) -> None:
-        """After ``close`` every read is terminal and nothing lands. Closing twice is harmless.
+        """After ``close``, every read is terminal and nothing lands. Closing twice is harmless.
 
-        A transport that cannot fence ends those that can be known to be over.
+        A transport without fence ends only the reads known to be over.
         """
         local = self.transport.open(self.options())
         scene = self.scene(local, healthy_peer, large_case(LARGE))
@@ -499,7 +498,7 @@ class TransportConformance(TransportScenes):
         local.close()
 
     def test_a_peer_outlives_its_readers(self, healthy_peer: PeerProcess) -> None:
-        """Readers come and go, also in the middle of a read; the next one is served."""
+        """Opens and closes readers, also in the middle of a read; the next reader is served."""
         for _ in range(2):
             with contextlib.closing(self.transport.open(self.options())) as local:
                 self.scene(local, healthy_peer, large_case(4 * SMALL)).read()

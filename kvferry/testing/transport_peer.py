@@ -1,8 +1,8 @@
-"""A serving rank in a process of its own, for the transport conformance tests.
+"""A serving rank in another process, for the transport conformance tests.
 
-:class:`PeerProcess` is the handle; ``python -m kvferry.testing.transport_peer`` is what it starts.
-The two speak JSON lines over the child's stdin and stdout. The child ends when its stdin closes,
-so none outlives the tests.
+:class:`PeerProcess` is the handle; it starts ``python -m kvferry.testing.transport_peer``. Parent
+and child exchange JSON lines over the child's stdin and stdout. The child ends when its stdin
+closes, so no child outlives the tests.
 """
 
 import contextlib
@@ -21,31 +21,31 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import KVFerryError, TransferError
-from kvferry.layouts.arrays import MemorySpan
+from kvferry.layouts.arrays import ByteArray, MemorySpan
 from kvferry.lifetimes import Closing
-from kvferry.transports.base import ByteArray, DeviceTransport, Transport, TransportOptions
+from kvferry.transports.base import DeviceTransport, Transport, TransportOptions
 
 
 def pattern(nbytes: int, seed: int) -> ByteArray:
-    """Bytes that both processes can make: ``uint8`` of ``nbytes``, random by ``seed``."""
+    """Bytes for both processes: ``uint8`` of ``nbytes``, random by ``seed``."""
     rng = np.random.Generator(np.random.SFC64(seed))
     words: npt.NDArray[np.uint64] = rng.integers(0, 2**64, -(-nbytes // 8), dtype=np.uint64)
     return words.view(np.uint8)[:nbytes]
 
 
 Memory: TypeAlias = ByteArray | MemorySpan
-"""What a transport has allocated: of the host, or of a device."""
+"""Memory allocated by a transport, on the host or on a device."""
 
 
 def allocate(transport: Transport, nbytes: int) -> tuple[int, Memory]:
-    """Memory that peers may read, of a device where the transport is one of device memory."""
+    """Memory that peers may read; device memory if the transport serves device memory."""
     if isinstance(transport, DeviceTransport):
         return transport.allocate_device(nbytes)
     return transport.allocate(nbytes)
 
 
 def fill(memory: Memory, values: ByteArray) -> None:
-    """Overwrites all of it."""
+    """Overwrites the whole memory."""
     if isinstance(memory, np.ndarray):
         memory[:] = values
     elif memory.is_host:
@@ -57,7 +57,7 @@ def fill(memory: Memory, values: ByteArray) -> None:
 
 
 def contents(memory: Memory) -> ByteArray:
-    """What it holds now."""
+    """A copy of the current content."""
     if isinstance(memory, np.ndarray):
         return memory.copy()
     if memory.is_host:
@@ -69,28 +69,28 @@ def contents(memory: Memory) -> ByteArray:
 
 
 class _Start(msgspec.Struct):
-    """The first line that the child is sent."""
+    """The first line from the parent to the child."""
 
     file: str
     module: str
     qualname: str
-    """Where the transport's class is."""
+    """Qualified name of the transport's class in the module."""
     options: TransportOptions
 
 
 class _Call(msgspec.Struct):
-    """A method of :class:`_Child` to be called."""
+    """A call of a method of :class:`_Child`."""
 
     method: str
     arguments: tuple[int, ...]
 
 
 _TOLD = (KVFerryError, ValueError, OSError, ImportError)
-"""What the child tells its parent of, and goes on."""
+"""Errors reported by the child to the parent; the child goes on."""
 
 
 class _Answer(msgspec.Struct):
-    """What it returned, or what it raised."""
+    """Result or error of a call."""
 
     number: int = 0
     data: bytes = b""
@@ -120,19 +120,23 @@ class PeerProcess(Closing):
         return self._process.pid
 
     def allocate(self, nbytes: int, seed: int) -> int:
-        """Allocates a region there and fills it with ``pattern(nbytes, seed)``; returns its id."""
+        """Allocates a region in the child with ``pattern(nbytes, seed)`` as content; returns the
+        id.
+        """
         return self._ask("allocate", nbytes, seed).number
 
     def refill(self, region: int, seed: int) -> None:
-        """Overwrites a region there with another pattern."""
+        """Overwrites a region of the child with another pattern."""
         self._ask("refill", region, seed)
 
     def endpoint(self) -> bytes:
-        """The endpoint that covers what was allocated so far."""
+        """The endpoint that covers all regions allocated so far."""
         return self._ask("endpoint").data
 
     def suspend(self) -> None:
-        """Stops the child (SIGSTOP) as if its host had frozen, and waits until it has stopped."""
+        """Stops the child (SIGSTOP) as if its host had frozen, and waits until the child has
+        stopped.
+        """
         os.kill(self.pid, signal.SIGSTOP)
         os.waitpid(self.pid, os.WUNTRACED)
 
@@ -141,19 +145,19 @@ class PeerProcess(Closing):
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Ends the child at once (SIGKILL), and waits until it has ended. Idempotent."""
+        """Ends the child at once (SIGKILL), and waits until the child has ended. Idempotent."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # a command that nobody took
+                with contextlib.suppress(BrokenPipeError):  # a command that the child never read
                     pipe.close()
 
     def close(self) -> None:
-        """Ends the child, after it has closed its transport. Idempotent."""
+        """Ends the child, after the child has closed its transport. Idempotent."""
         if self._process.poll() is None and self._process.stdin is not None:
             self._process.stdin.close()
-            # It may hang in its close, or be suspended.
+            # The child may hang in its close, or be suspended.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=10)
         self.kill()
@@ -180,7 +184,7 @@ class PeerProcess(Closing):
 def _transport_class(start: _Start) -> type[Transport]:
     try:
         module = importlib.import_module(start.module)
-    except ImportError:  # a test file, which no path leads to
+    except ImportError:  # a test file that is on no path
         spec = importlib.util.spec_from_file_location(start.module, Path(start.file))
         assert spec is not None
         assert spec.loader is not None
@@ -195,7 +199,7 @@ def _transport_class(start: _Start) -> type[Transport]:
 
 
 class _Child:
-    """What runs in the child: each public method answers a call."""
+    """The code in the child: each public method answers a call."""
 
     def __init__(self, start: _Start) -> None:
         self.transport = _transport_class(start).open(start.options)
@@ -222,7 +226,7 @@ def _refusal(error: Exception) -> _Answer:
 
 def main() -> None:
     """Opens the transport that the first line names, then answers calls until stdin closes."""
-    # Libraries under a transport may print; what they print must not end up among the answers.
+    # Libraries under a transport may print; their output must not end up among the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

@@ -1,5 +1,6 @@
-"""What the conformance tests of transports stand on: a case laid out, and how to wait for reads."""
+"""Scaffolding of the transport conformance tests: a case in memory, and ways to wait for reads."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,12 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from kvferry.layouts.arrays import ByteArray
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.testing.transport_cases import Case, copy_slowly
 from kvferry.testing.transport_peer import PeerProcess, pattern
 from kvferry.testing.waiting import NotInTimeError
 from kvferry.transports.base import (
-    ByteArray,
     Peer,
     Transfer,
     TransferState,
@@ -24,26 +25,26 @@ from kvferry.transports.base import (
 )
 
 GUARD_BYTES = 4096
-"""Bytes before and behind every target region that no transport may change."""
+"""Number of bytes before and behind every target region that no transport may change."""
 SMALL, LARGE = 1 << 20, 48 << 20
-"""Bytes of a read that is over soon, and of one that can be interrupted."""
+"""Number of bytes in a short read, and in a read that is long enough to be interrupted."""
 
 
 @dataclass(slots=True, eq=False)
 class Scene:
-    """A case laid out: sources at the peer, guarded targets here, a connection between them."""
+    """A case in memory: sources at the peer, guarded local targets, a connection between them."""
 
     local: Transport
     peer: Peer
     tiles: Tiles
     runs: Runs
     sources: list[ByteArray]
-    """What the peer's regions hold, by region id."""
+    """Content of the peer's regions, by region id."""
     around: list[ByteArray]
-    """Each target region with its guards."""
+    """Each target region with guard bytes on both sides."""
     targets: list[ByteArray]
     before: list[ByteArray]
-    """Copy of ``around`` as it was."""
+    """Copy of ``around`` from before the read."""
     first_target: int
     """Region id of the first target."""
 
@@ -52,7 +53,7 @@ class Scene:
         return self.local.read(self.peer, self.tiles, self.runs, after=after)
 
     def assert_exact(self) -> None:
-        """The target holds what the oracle puts there, and nothing else has changed."""
+        """Asserts that the target equals the oracle's result, and that nothing else has changed."""
         expected = [memory.copy() for memory in self.before]
         regions: list[ByteArray] = [np.empty(0, dtype=np.uint8)] * self.first_target
         regions += [memory[GUARD_BYTES:-GUARD_BYTES] for memory in expected]
@@ -60,14 +61,14 @@ class Scene:
         self._assert_around(expected, "differs from the oracle")
 
     def assert_untouched(self) -> None:
-        """The memory is what it was when the scene was laid out, or refilled."""
+        """Asserts that the memory has not changed since the scene was laid out, or refilled."""
         self._assert_around(self.before, "was changed")
 
     def refill(self) -> None:
-        """Gives the target to somebody else: overwrites it, at once and all of it."""
+        """Overwrites the whole target at once, as a new owner of the memory would."""
         for memory in self.around:
             memory[:] = 0xA5
-        # Not copied from the memory: what lands between the two lines is to be found.
+        # Not copied from the memory: bytes that land between the two lines must be found.
         self.before = [np.full_like(memory, 0xA5) for memory in self.around]
 
     def _assert_around(self, expected: list[ByteArray], what: str) -> None:
@@ -80,62 +81,58 @@ class Scene:
 
 
 class TransportScenes:
-    """Scaffolding of the suites: all of it may be overridden."""
+    """Scaffolding of the suites; every member may be overridden."""
 
     transport: ClassVar[type[Transport]]
-    """The class under test."""
+    """Transport class under test."""
     serving: ClassVar[type[Transport] | None] = None
-    """The class that the peer opens in its own process, if not the one under test."""
+    """Transport class that the peer opens in the other process, if not the class under test."""
     extra: ClassVar[Mapping[str, Any]] = {}
-    """Keys of its ``ExtraConfig``, on both sides."""
+    """Keys of the transport's ``ExtraConfig``, on both sides."""
     threads: ClassVar[int] = 2
-    stall_timeout_s: ClassVar[float] = 10.0
-    """Longer than a healthy peer may have to wait for a processor."""
-    short_stall_timeout_s: ClassVar[float] = 1.0
-    """The same for ``local`` where a test waits for a stall."""
+    stall_timeout_s: ClassVar[float] = 3.0
+    """The option of :meth:`impatient`, whose peers are stopped. Others have half of
+    ``patience_s``, because a healthy peer may be slow to answer on a busy machine.
+    """
     settle_s: ClassVar[float] = 0.4
-    """How long to look for bytes that land late."""
+    """Seconds to look for late bytes."""
     patience_s: ClassVar[float] = 30.0
-    """How long a transfer may take to become terminal."""
+    """Seconds within which a transfer must become terminal."""
 
     @classmethod
     def options(cls) -> TransportOptions:
-        """What both sides are opened with."""
-        return TransportOptions(
-            threads=cls.threads,
-            stall_timeout_s=cls.stall_timeout_s,
-            extra=cls.extra,
-        )
+        """The options of both sides."""
+        stall = cls.patience_s / 2
+        return TransportOptions(threads=cls.threads, stall_timeout_s=stall, extra=cls.extra)
 
     @pytest.fixture(scope="class")
     @classmethod
     def healthy_peer(cls) -> Iterator[PeerProcess]:
-        """A peer that all tests share; none may harm it."""
+        """A peer that all tests share; no test may harm the peer."""
         with PeerProcess(cls.serving or cls.transport, cls.options()) as peer:
             yield peer
 
     @pytest.fixture
     def fresh_peer(self) -> Iterator[PeerProcess]:
-        """A peer for one test, which may stop or kill it."""
+        """A peer for one test, which may stop or kill the peer."""
         with PeerProcess(self.serving or self.transport, self.options()) as peer:
             yield peer
 
     @pytest.fixture
-    def stalls_soon(self) -> None:
-        """For tests that wait for a stall: ``local`` takes ``short_stall_timeout_s`` for one."""
+    def local(self) -> Iterator[Transport]:
+        """The transport under test, open."""
+        with contextlib.closing(self.transport.open(self.options())) as transport:
+            yield transport
 
     @pytest.fixture
-    def local(self, request: pytest.FixtureRequest) -> Iterator[Transport]:
-        """The transport under test, open."""
-        options = self.options()
-        if "stalls_soon" in request.fixturenames:
-            options = replace(options, stall_timeout_s=self.short_stall_timeout_s)
-        transport = self.transport.open(options)
-        yield transport
-        transport.close()
+    def impatient(self) -> Iterator[Transport]:
+        """The transport under test, open, for reads from a peer that stops."""
+        options = replace(self.options(), stall_timeout_s=self.stall_timeout_s)
+        with contextlib.closing(self.transport.open(options)) as transport:
+            yield transport
 
     def scene(self, local: Transport, process: PeerProcess, case: Case) -> Scene:
-        """Lays a case out."""
+        """Lays out a case in memory."""
         seeds = range(len(case.source_region_bytes))
         ids = [
             process.allocate(size, seed)
@@ -157,7 +154,9 @@ class TransportScenes:
         return Scene(local, peer, tiles, case.runs, sources, around, targets, before, regions[0])
 
     def wait(self, local: Transport, *transfers: Transfer) -> list[Transfer]:
-        """Polls whenever it is told of an end, until all are reported; returns all that was."""
+        """Polls after each end callback, until all transfers are reported; returns all reported
+        ones.
+        """
         reported: list[Transfer] = []
         told = threading.Semaphore(0)
         for transfer in transfers:
@@ -173,7 +172,7 @@ class TransportScenes:
         return reported
 
     def read_exactly(self, scene: Scene) -> Transfer:
-        """Reads, and holds the target against the oracle."""
+        """Reads, and compares the target with the oracle."""
         transfer = scene.read()
         assert self.wait(scene.local, transfer).count(transfer) == 1, "reported twice"
         assert transfer.state is TransferState.DONE, transfer.error
@@ -189,7 +188,7 @@ class TransportScenes:
             time.sleep(0)
 
     def assert_nothing_lands(self, scene: Scene) -> None:
-        """After a terminal state the memory is somebody else's: nothing may change it."""
+        """Asserts that nothing changes the memory after a terminal state."""
         scene.refill()
         time.sleep(self.settle_s)
         scene.assert_untouched()

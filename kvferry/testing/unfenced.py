@@ -1,4 +1,4 @@
-"""A transport that cannot fence, with bytes that land when the test lets them.
+"""A transport without fence whose bytes land when the test allows them to.
 
 .. code-block:: python
 
@@ -9,8 +9,8 @@
         ...              # cancel them, let them stall, close their connections
         read_gate.release()   # and now they land
 
-As with a library whose requests cannot be recalled: neither a cancel nor a closed connection keeps
-the bytes from landing, and only when they have landed is the transfer terminal.
+The transport behaves like a library whose requests cannot be recalled. Neither a cancel nor a
+closed connection stops the bytes, and the transfer is terminal only when the bytes have landed.
 """
 
 import threading
@@ -30,11 +30,11 @@ from kvferry.transports.base import (
 )
 
 NEVER_S = 1e9
-"""Stall timeout of the inner transport: nobody but the other side ends a read."""
+"""Stall timeout of the inner transport in seconds: only the other side ends a read."""
 
 
 class ReadGate:
-    """When the bytes of reads land. Thread-safe; shared by all ranks of a test."""
+    """Decides when the bytes of reads land. Thread-safe; shared by all ranks of a test."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,12 +42,12 @@ class ReadGate:
         self._gates: list[threading.Event] = []
 
     def hold(self) -> None:
-        """Reads that start from now on land nothing until :meth:`release`."""
+        """Holds reads that start from now on: their bytes land after :meth:`release`."""
         with self._lock:
             self._open = False
 
     def release(self) -> None:
-        """What was held lands, and so does what comes."""
+        """Lets all held reads and all later reads land."""
         with self._lock:
             self._open = True
             gates, self._gates = self._gates, []
@@ -55,24 +55,24 @@ class ReadGate:
             gate.set()
 
     def let_new_pass(self) -> None:
-        """Reads that start from now on land; what is held waits, as if its source had stopped."""
+        """Lets new reads land; held reads wait on, as if their source had stopped."""
         with self._lock:
             self._open = True
 
     def release_one(self) -> None:
-        """The read that was held longest lands; the others go on waiting."""
+        """Lets the longest held read land; the other held reads wait on."""
         with self._lock:
             gate = self._gates.pop(0)
         gate.set()
 
     @property
     def held(self) -> int:
-        """Reads that wait."""
+        """Number of held reads."""
         with self._lock:
             return len(self._gates)
 
     def gate(self) -> threading.Event:
-        """What a new read waits for."""
+        """The event that a new read must wait for."""
         gate = threading.Event()
         with self._lock:
             if self._open:
@@ -83,13 +83,13 @@ class ReadGate:
 
 
 class _Start:
-    """What a read waits for: its event, then the gate."""
+    """The start condition of a read: the read's event, then the gate."""
 
     def __init__(self, after: Waitable | None, gate: threading.Event) -> None:
         self._after = after
         self._gate = gate
         self.begun = after is None
-        """Whether it is the library's by now, which does not give it back."""
+        """Whether the read has been given to the library, which does not give reads back."""
 
     def wait(self) -> None:
         if self._after is not None:
@@ -99,21 +99,23 @@ class _Start:
 
 
 class _UnfencedPeer(Peer):
-    """A connection that is only closed once nothing lands over it any more."""
+    """A connection that closes only when no more bytes can land over it."""
 
     def __init__(self, inner: Peer) -> None:
         self.inner = inner
         self.closed = False
 
     def close(self) -> None:
-        """No read starts any more; those under way go on."""
+        """Refuses later reads; reads under way go on."""
         self.closed = True
 
 
 class UnfencedTransport(WrappedTransport):
-    """A transport around one that fences. Made by :func:`unfenced_transport`, never directly.
+    """A transport around a transport with fence. Call :func:`unfenced_transport` to make a
+    subclass.
 
-    Closing it closes the inner transport, which does fence: the memory of a test ends with it.
+    Closing this transport closes the inner transport, which does fence: a test's memory ends with
+    the transport.
     """
 
     read_gate: ClassVar[ReadGate]
@@ -121,26 +123,26 @@ class UnfencedTransport(WrappedTransport):
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
-        # Who is told of an end, by the inner poll() for example, may cancel other reads.
+        # The receiver of an end, called for example by the inner poll(), may cancel other reads.
         self._lock = threading.RLock()
         self._starts: dict[Transfer, _Start] = {}
-        """What each read under way waits for."""
+        """Start condition of each read under way."""
         self._lost = Transfers()
         """Reads over closed connections, which never begin."""
 
     @classmethod
     def open(cls, options: TransportOptions) -> "UnfencedTransport":
-        """Opens the inner transport; raises what that raises."""
+        """Opens the inner transport; raises the errors of the inner ``open``."""
         return cls(cls.inner_class.open(replace(options, stall_timeout_s=NEVER_S)))
 
     def connect(self, endpoint: bytes) -> Peer:
-        """As the inner transport."""
+        """Connects like the inner transport."""
         return _UnfencedPeer(self._inner.connect(endpoint))
 
     def read(
         self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
     ) -> Transfer:
-        """As the inner transport, once the gate is open."""
+        """Reads like the inner transport, once the gate is open."""
         assert isinstance(peer, _UnfencedPeer)  # connect() returned it
         if peer.closed:
             return self._lose()
@@ -157,7 +159,7 @@ class UnfencedTransport(WrappedTransport):
         return lost
 
     def poll(self) -> list[Transfer]:
-        """Terminal are the reads of which everything has landed, or nothing ever will."""
+        """Reports reads whose bytes have all landed, or will never land."""
         with self._lock:
             ended = self._inner.poll() + self._lost.poll()
             for transfer in ended:
@@ -165,7 +167,7 @@ class UnfencedTransport(WrappedTransport):
             return ended
 
     def cancel(self, transfer: Transfer) -> None:
-        """Nothing but a wish, once the read has begun."""
+        """Cancels a read that has not begun; ignored for a read that has begun."""
         with self._lock:
             start = self._starts.get(transfer)
         if start is not None and not start.begun:
@@ -173,10 +175,10 @@ class UnfencedTransport(WrappedTransport):
 
 
 def unfenced_transport(transport: type[Transport], read_gate: ReadGate) -> type[UnfencedTransport]:
-    """A transport class that is ``transport`` but cannot fence; it keeps the name.
+    """Makes a subclass of ``transport`` without fence, under the same name.
 
     Args:
-        transport: one that fences.
-        read_gate: says when reads land.
+        transport: a transport with fence.
+        read_gate: decides when reads land.
     """
     return UnfencedTransport.around(transport, "Unfenced", fences=False, read_gate=read_gate)

@@ -1,4 +1,4 @@
-"""The conformance class of transports that cannot fence: subclass it instead of the other.
+"""The conformance suite of transports without fence: subclass it instead of the other suite.
 
 .. code-block:: python
 
@@ -7,9 +7,9 @@
     class TestPigeonTransport(UnfencedTransportConformance):
         transport = PigeonTransport
 
-Reads that go well are those of :class:`TransportConformance`. One that is cancelled, or whose peer
-stops or dies, may run on for as long as nobody knows what becomes of it. A terminal state proves
-the same as everywhere: nothing lands after it, and never anything beside the target.
+Successful reads are tested as in :class:`TransportConformance`. A read that is cancelled, or whose
+peer stops or dies, may run on while its fate is unknown. A terminal state proves the same as for
+other transports: no byte lands afterwards, and no byte ever lands beside the target.
 """
 
 import contextlib
@@ -25,14 +25,16 @@ from kvferry.transports.base import Transfer, TransferState, Transport
 
 
 class UnfencedTransportConformance(TransportConformance):
-    """What a transport with ``fences = False`` must do."""
+    """The tests of transports with ``fences = False``."""
 
     stopped_errors = (TransferError,)
     doubt_s: ClassVar[float] = 3.0
-    """How long a read may be looked at that need not end."""
+    """Seconds for which the tests watch a read that need not end."""
 
     def watch(self, local: Transport, transfer: Transfer) -> bool:
-        """Polls until the read is reported, for ``doubt_s`` at most; returns whether it was."""
+        """Polls until the read is reported, for ``doubt_s`` at most; returns whether a report
+        came.
+        """
         deadline = time.monotonic() + self.doubt_s
         while time.monotonic() < deadline:
             if transfer in local.poll():
@@ -42,35 +44,35 @@ class UnfencedTransportConformance(TransportConformance):
         return False
 
     def wait_for_bytes(self, transfer: Transfer) -> None:
-        """Not at all: they may be counted only when all are there."""
+        """Does not wait, because such transports may count bytes only at the end."""
 
     def judge(
         self, scene: Scene, transfer: Transfer, over: bool, *errors: type[KVFerryError]
     ) -> None:
-        """One that is not over may land in the target still, and nowhere else."""
+        """Allows a read that still runs to land in the target, but nowhere else."""
         if over:
             super().judge(scene, transfer, over, *errors)
         else:
             self.assert_guards_untouched(scene)
 
     def assert_guards_untouched(self, scene: Scene) -> None:
-        """What may still land lands in the target and nowhere else."""
+        """Asserts that no bytes landed beside the target."""
         for around, target, before in zip(scene.around, scene.targets, scene.before, strict=True):
             wanted = before.copy()
             first = target.ctypes.data - around.ctypes.data
             wanted[first : first + target.nbytes] = target
             assert (around == wanted).all(), "bytes landed beside the target"
 
-    # What differs from transports that fence.
+    # Differences from transports with fence.
 
     def test_the_transport_says_that_it_does_not_fence(self) -> None:
-        """Else the other conformance class is the right one."""
+        """Ensures that this is the right conformance suite."""
         assert not self.transport.fences
 
     def test_a_read_cancelled_while_it_runs_lands_nothing_afterwards(
         self, local: Transport, healthy_peer: PeerProcess
     ) -> None:
-        """Once it is terminal. That may be as late as without the cancel."""
+        """Nothing lands after the terminal state, which may come as late as without the cancel."""
         scene = self.scene(local, healthy_peer, large_case(LARGE))
         transfer = scene.read()
         local.cancel(transfer)
@@ -81,7 +83,7 @@ class UnfencedTransportConformance(TransportConformance):
     def test_reading_from_a_dead_peer_fails_as_lost(
         self, local: Transport, fresh_peer: PeerProcess
     ) -> None:
-        """Or is never over; a new connection is refused, or its reads are the same."""
+        """The read fails or never ends; a new connection behaves in the same way."""
         scene = self.scene(local, fresh_peer, large_case(SMALL))
         endpoint = fresh_peer.endpoint()
         fresh_peer.kill()
@@ -95,7 +97,7 @@ class UnfencedTransportConformance(TransportConformance):
     def test_closing_a_connection_fails_its_reads_as_lost(
         self, local: Transport, healthy_peer: PeerProcess
     ) -> None:
-        """Those that start later at once, those under way when nothing of them lands any more."""
+        """Later reads fail at once; reads under way fail when no more bytes can land."""
         scene = self.scene(local, healthy_peer, large_case(LARGE))
         other = local.connect(healthy_peer.endpoint())
         transfer = scene.read()

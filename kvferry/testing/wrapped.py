@@ -1,4 +1,4 @@
-"""Transports around another one, which change what they were written for and nothing else."""
+"""Transports around another transport that change one behaviour and nothing else."""
 
 from typing import Any, ClassVar, Self
 
@@ -6,17 +6,17 @@ from kvferry.transports.base import Transport, TransportAround
 
 
 class WrappedTransport(TransportAround):
-    """A transport around one that it opens and closes."""
+    """A transport that opens and closes an inner transport."""
 
     inner_class: ClassVar[type[Transport]]
 
     @classmethod
     def around(cls, transport: type[Transport], kind: str, **attributes: Any) -> type[Self]:
-        """A transport class that is ``transport`` in disguise; it keeps the name.
+        """Makes a transport class around ``transport``, under the same name.
 
         Args:
-            transport: what it is opened around.
-            kind: said before the name of the class.
+            transport: class of the inner transport.
+            kind: prefix of the class name.
             attributes: more class attributes.
         """
         names = ("name", "addressing", "fences", "ExtraConfig")

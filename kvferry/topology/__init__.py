@@ -1,18 +1,18 @@
-"""Who holds which cells: geometries, and the plans that move cells between them.
+"""Cells and ranks: geometries say which rank holds which cells, and plans move cells between ranks.
 
-Describe, plan, bind, run::
+The steps are describe, plan, bind and run::
 
-    ParallelShape       how an engine's ranks share what there is     sharding.py
-    GroupGeometry       what all KV cache groups have in common       group.py
+    ParallelShape       how an engine's ranks share layers and heads  sharding.py
+    GroupGeometry       the properties that all groups share          group.py
     EngineGeometry      which cells of attention each rank holds      geometry.py
-    StateGeometry       the same of layers that keep a state          states.py
-    memory_of           where they lie in real tensors                memory.py
-    locate_memory       the same for tensors on any device            memory.py
-    EngineDescription   what an engine tells another about itself     description.py
+    StateGeometry       which states each rank holds                  states.py
+    memory_of           where cells lie in tensors of the host        memory.py
+    locate_memory       where cells lie in tensors of any device      memory.py
+    EngineDescription   the message that describes an engine          description.py
     pair_groups         which groups of two engines share layers      pairing.py
-    plan_transfer       who gives what to whom; once per peer         plan.py
-    TransferPlan.lower  the same as strided tiles                     lowering.py
-    TransferPlan.bind   the copies of one request                     binding.py
+    plan_transfer       which rank gives which cells; once per peer   plan.py
+    TransferPlan.lower  the cells of a plan as strided tiles          lowering.py
+    TransferPlan.bind   the copies of a request                       binding.py
     run_copies          run them between tensors of this process      run.py
     token_digests       compare two engines' cells                    cell_digest.py
     KVTopology          ratios and ranks in the field's words         kv_topology.py
@@ -40,7 +40,7 @@ from kvferry.topology.states import (
     mamba2_states,
     state_part,
 )
-from kvferry.topology.tensors import Part
+from kvferry.topology.tensors import TensorPart
 
 __all__ = [
     "BoundCopies",
@@ -49,10 +49,10 @@ __all__ = [
     "GroupPair",
     "KVTopology",
     "ParallelShape",
-    "Part",
     "Piece",
     "RankCoordinates",
     "StateGeometry",
+    "TensorPart",
     "TransferPlan",
     "check_block_ids",
     "default_split",

@@ -1,7 +1,8 @@
-"""Digests of a request's cells on one rank; sums over ranks compare two engines."""
+"""Digests of a request's cells on a rank; sums over all ranks compare two engines."""
 
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,9 @@ from kvferry.topology.group import GroupGeometry
 from kvferry.topology.lowering import Piece, Places, lower_pieces
 from kvferry.topology.tensors import RankMemory
 
+if TYPE_CHECKING:
+    from kvferry.layouts.device import CopyStream  # compiles; planning alone need not
+
 
 def token_digests(
     geometry: GroupGeometry,
@@ -23,14 +27,16 @@ def token_digests(
     num_tokens: int,
     first_token: int = 0,
     layers: Iterable[int] | None = None,
+    stream: "CopyStream | None" = None,
 ) -> npt.NDArray[np.uint64]:
-    """Sums, modulo 2**64 and per token, a hash of each row of cells that a rank holds of a request.
+    """Hashes each row of a request's cells on a rank, and sums the hashes per token, modulo 2**64.
 
-    A row is one layer, part, token position and head (of a state: section and channel, at the last
-    token's position), all by the model's indices, with the bits of its elements in order. The sum
-    over all ranks of an engine, modulo 2**64, therefore does not depend on its layout, block size
-    or sharding. Cells with replicas are counted by the first rank that holds them and by no other.
-    Any span can be compared by the sum over its tokens, and a defect is located.
+    A row is a layer, part, token position and head (for a state: section and channel, at the
+    position of the last token), all by the indices of the model, with the bits of its elements in
+    order. Therefore the sum over all ranks of an engine, modulo 2**64, does not depend on the
+    layout, block size or sharding. If cells have replicas, only the first rank that holds the cells
+    counts them. The sum over the tokens of a span compares this span, so that a defect can be
+    located.
 
     >>> from kvferry.topology import EngineGeometry, ParallelShape, memory_of
     >>> def of(block_size, layout, block_ids):
@@ -43,22 +49,24 @@ def token_digests(
     True
 
     Args:
-        geometry: what the ranks hold.
-        rank: whose memory.
-        memory: how its tensors lie.
-        addresses: address of each of its regions in this process.
+        geometry: geometry of the group.
+        rank: the rank of the memory.
+        memory: places of the rank's tensors.
+        addresses: address of each region of the memory in this process.
         block_ids: the request's whole block table for this group.
         num_tokens: end of the span of tokens.
         first_token: start of the span.
-        layers: only these of the model's layers, where the rank holds them; all if left out.
+        layers: the layers of the model to digest, as far as the rank holds them; all by default.
+        stream: stream of the device on which the memory lies; ``None`` for host memory.
 
     Returns:
         uint64[num_tokens - first_token]; 0 for tokens that other context ranks hold.
 
     Raises:
-        BlockError: the table is too short, or names a null, negative or repeated block.
+        BlockError: the table is too short, or contains a null, negative or repeated block.
         BoundsError: a block lies outside the memory.
         ProtocolError: the memory lacks a tensor or a part.
+        TransferError: the device failed.
     """
     from kvferry.layouts.digest import digest_rows
 
@@ -68,7 +76,8 @@ def token_digests(
     runs, positions = bind_own(geometry, rank, block_ids, num_tokens, first_token)
     check_bounds(tiles, runs, memory.region_bytes, None)
     sums = np.zeros(num_tokens - first_token, dtype=np.uint64)
-    sums[positions - first_token] = digest_rows(
+    digest = digest_rows if stream is None else stream.digest
+    sums[positions - first_token] = digest(
         np.array(addresses, dtype=np.int64), tiles, runs, positions, keys
     )
     return sums
@@ -77,7 +86,7 @@ def token_digests(
 def _counted(
     geometry: GroupGeometry, rank: int, memory: RankMemory, layers: Sequence[int]
 ) -> tuple[Tiles, npt.NDArray[np.int64]]:
-    """One tile per layer and part for the heads that this rank counts, and their keys."""
+    """A tile per layer and part for the heads that this rank counts, and their keys."""
     context = geometry.parallel.context_rank(rank)
     places = Places(geometry, rank, memory)
     tiles, keys = [np.empty(0, dtype=TILE_DTYPE)], [np.empty((0, 3), dtype=np.int64)]
@@ -87,7 +96,7 @@ def _counted(
             continue
         pieces = [Piece(rank, layer, share.heads, share.part) for layer in layers]
         for part in filter(pieces[0].has, geometry.parts):
-            # One part at a time, so that packed parts stay apart.
+            # Part by part, so that packed parts stay separate.
             tiles.append(lower_pieces(pieces, (part,), places, places))
             number = zlib.crc32(part.name.encode())
             rows = [(layer, number, share.heads.start) for layer in layers]

@@ -1,8 +1,7 @@
-"""What an engine tells another about itself: groups, memory, model.
+"""The description that an engine sends to another engine: groups, memory and model.
 
-These are the structs that the handshake carries: a group goes over the wire as its geometry, of
-which every field is plain data. The comparison of two descriptions lives in
-:mod:`kvferry.control.handshake`.
+The handshake carries these structs. A group travels as its geometry, whose fields are all plain
+data. :mod:`kvferry.control.handshake` compares two descriptions.
 """
 
 from collections.abc import Iterable
@@ -18,22 +17,22 @@ from kvferry.topology.states import StateGeometry
 from kvferry.topology.tensors import RankMemory
 
 PROTOCOL_MIN = 2
-"""Oldest protocol version that this release speaks."""
+"""Oldest protocol version of this release."""
 PROTOCOL_MAX = 2
-"""Newest protocol version that this release speaks."""
+"""Newest protocol version of this release."""
 
-# Part of the schema, so that a longer list is refused before any of it is decoded.
+# These limits are part of the schema: a decoder refuses a longer list before reading it.
 MAX_RANKS = 1024
-"""Ranks of the largest engine that is accepted."""
+"""Largest number of ranks of an engine."""
 MAX_GROUPS = 64
-"""KV cache groups of the largest engine that is accepted."""
+"""Largest number of KV cache groups of an engine."""
 
 
 class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What must agree before KV computed by one engine means anything to the other."""
+    """The properties of a model that must agree before two engines can exchange KV."""
 
     name: str
-    """For messages only; never compared."""
+    """Name of the model, for messages only; never compared."""
     architecture: str
     num_layers: int
     num_kv_heads: int
@@ -41,11 +40,11 @@ class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """Dtype of the KV cache."""
     rope: str
-    """Canonical text of the rope and context-scaling settings."""
+    """Canonical text of the rope settings and the context-scaling settings."""
     config_digest: str
     """SHA-256 (hex) of the canonical model config."""
     weights_digest: str
-    """SHA-256 (hex) over the weights."""
+    """SHA-256 (hex) of the weights."""
 
 
 class AttentionGroup(msgspec.Struct, frozen=True, tag="attention"):
@@ -61,14 +60,14 @@ class StateGroup(msgspec.Struct, frozen=True, tag="states"):
 
 
 TaggedGroup: TypeAlias = AttentionGroup | StateGroup
-"""A group, and which kind it is: only tagged structs can be told apart by who decodes them."""
+"""A group and its kind. Only tagged structs let the decoder tell the kinds apart."""
 
 
 def tagged_groups(geometries: Iterable[GroupGeometry]) -> tuple[TaggedGroup, ...]:
-    """The groups of an engine as its description carries them.
+    """The groups of an engine, in the form of a description.
 
     Raises:
-        TypeError: a kind of group that no peer would know.
+        TypeError: a group of a kind that no peer knows.
     """
     return tuple(_tagged(geometry) for geometry in geometries)
 
@@ -83,45 +82,45 @@ def _tagged(geometry: GroupGeometry) -> TaggedGroup:
 
 
 class RankDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank: where its data endpoint is and how its memory is laid out."""
+    """Data endpoint and memory layout of a rank."""
 
     rank: int
     endpoints: dict[str, bytes]
-    """Transport name → the transport's own endpoint bytes."""
+    """Transport name → endpoint bytes of this transport."""
     memory: Annotated[tuple[RankMemory, ...], Meta(max_length=MAX_GROUPS)]
-    """One entry per group."""
-    mirrored: bool = False
-    """Whether some transport serves copies of lent blocks, which are made when they are lent."""
+    """Memory of the rank, an entry per group."""
     host: str = ""
-    """Equal for ranks on one host, whose shared memory they have in common; empty if not told."""
+    """Name, equal for ranks on the same host, with common host memory; empty if not given."""
     heads: HeadDigests | None = None
-    """Digests of the weights behind the rank's KV heads; ``None`` from an engine that has no
-    weights to digest, and from releases before."""
+    """Digests of the weights behind the rank's KV heads; ``None`` from an engine without weights to
+    digest, and from earlier releases."""
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one engine sends another at the handshake."""
+    """Everything that an engine tells another engine in the handshake."""
 
     engine_id: str
     incarnation: str
-    """Random per start; state of an older one is dropped."""
+    """Random per start; peers drop the state of an older incarnation."""
     protocol_min: int = PROTOCOL_MIN
     protocol_max: int = PROTOCOL_MAX
     model: ModelFingerprint
     groups: Annotated[tuple[TaggedGroup, ...], Meta(max_length=MAX_GROUPS)]
-    """What :func:`tagged_groups` makes of the geometries."""
+    """Groups of the engine, made by :func:`tagged_groups` from the geometries."""
     ranks: Annotated[tuple[RankDescription, ...], Meta(max_length=MAX_RANKS)]
     convert_dtype: bool = False
-    """Whether it reads KV of another dtype although precision is lost."""
+    """Whether the engine reads KV of another dtype even if precision is lost."""
+    serving_engine: str = ""
+    """The serving engine and its release, for people; empty if the engine does not tell."""
 
     @property
     def geometries(self) -> tuple[GroupGeometry, ...]:
-        """Which cells of each group each rank holds."""
+        """The geometry of each group."""
         return tuple(group.geometry for group in self.groups)
 
 
 def without_endpoints(description: EngineDescription) -> EngineDescription:
-    """The same, with the names of its transports but none of what a peer connects with."""
+    """A copy of the description that keeps the names of transports but no endpoint bytes."""
     ranks = tuple(
         msgspec.structs.replace(rank, endpoints=dict.fromkeys(rank.endpoints, b""))
         for rank in description.ranks

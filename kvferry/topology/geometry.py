@@ -1,8 +1,8 @@
-"""The geometry of attention: which KV heads, parts and tokens each rank of an engine holds.
+"""The geometry of attention: the KV heads, parts and tokens that each rank of an engine holds.
 
-No divisibility is assumed anywhere: 9 layers over 2 stages, 3 KV heads over 2 ranks and 6 heads
-over 4 ranks are ordinary. What all groups have in common is :mod:`kvferry.topology.group`;
-recurrent layers have other cells, see :mod:`kvferry.topology.states`.
+No axis needs to divide evenly: 9 layers over 2 stages, 3 KV heads over 2 ranks, or 6 heads over 4
+ranks are all valid. :mod:`kvferry.topology.group` contains the properties of all groups. Recurrent
+layers have other cells, see :mod:`kvferry.topology.states`.
 """
 
 import math
@@ -21,15 +21,16 @@ from kvferry.topology.sharding import (
     replicas_of,
     split_heads,
 )
-from kvferry.topology.tensors import Part, TensorKind, dtype_name
+from kvferry.topology.tensors import TensorKind, TensorPart, dtype_name
 
 _MAX_WINDOW = 1 << 40
-"""Tokens of the longest window or chunk: no request is longer, and sums stay inside 64 bits."""
+"""Number of tokens of the longest window or chunk. No request is longer, and sums stay below 64
+bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class EngineGeometry(GroupGeometry):
-    """One KV cache group of attention layers of one engine.
+    """A KV cache group of attention layers of an engine.
 
     >>> geometry = EngineGeometry(num_layers=9, num_kv_heads=3, head_size=64, dtype="float32",
     ...                           block_size=16, layout="NHD", parallel=ParallelShape(tp=2, pp=2))
@@ -43,29 +44,32 @@ class EngineGeometry(GroupGeometry):
     (2, 100, 16, 2, 64)
 
     Raises:
-        ValueError: a value is out of its range, or the layout cannot hold the cells; the message
-            names the argument, its value and what would work.
+        ValueError: a value is out of range, or the layout cannot hold the cells; the message names
+            the argument, the value and a working value.
     """
 
     num_kv_heads: int
-    """KV heads of the model; 1 with ``use_mla``."""
+    """Number of KV heads of the model; 1 with ``use_mla``."""
     head_size: int
-    """Elements of a head of k (or of the latent)."""
+    """Number of elements of a head of k (or of the latent)."""
     dtype: str
-    """Given as a torch dtype or a name; kept as the bare name."""
+    """Dtype of the cells, given as a torch dtype or a name; stored as the bare name."""
     head_size_v: int | None = None
-    """Elements of a head of v where they differ from ``head_size``."""
+    """Number of elements of a head of v if it differs from ``head_size``."""
     use_mla: bool = False
-    """One latent part with one head, which every TP rank holds."""
+    """Whether a cell has one latent part with one head, which every TP rank holds."""
     sliding_window: int | None = None
-    """Tokens that the group keeps of a request, as :func:`first_kept_token` counts them."""
+    """Number of tokens that the group keeps of a request, see :func:`first_kept_token`."""
     attention_chunk_size: int | None = None
-    """The same for a group that keeps the chunk of the next token, in tokens per chunk."""
+    """Number of tokens per chunk if the group keeps only the chunk of the next token."""
     scale_dtype: str | None = None
-    """Of a quantised cache: the dtype of its scales, one per part, token and head."""
+    """Dtype of the scales of a quantised cache; there is a scale per part, token and head."""
     packing: str = ""
-    """Of opaque blocks, whose heads hold their cells in an order that no layout says: the name of
-    that order. They move whole, and only to blocks of the same packing and size."""
+    """Name of the order of cells in opaque blocks, which no layout describes. Opaque blocks move
+    whole, and only to blocks with the same packing and size."""
+    separate_parts: bool = False
+    """Whether k and v lie in tensors of their own, ``layer.0.k`` and ``layer.0.v``. The order of
+    the dims is then that of the layout without K."""
 
     def __init__(
         self,
@@ -87,15 +91,17 @@ class EngineGeometry(GroupGeometry):
         scale_dtype: Any = None,
         page_size_padded: int | None = None,
         packing: str = "",
+        separate_parts: bool = False,
     ) -> None:
-        # Written out for its types: dtypes of torch, names of layouts, lists of layers.
+        # Written out because of the types: torch dtypes, names of layouts, lists of layers.
         given = dict(locals())
         del given["self"]
         self._set(**given)
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        # By the class's name: one with slots is another than the one that super() would look for.
+        # Called by class name: a class with slots is replaced by a new class, so super() would
+        # fail.
         GroupGeometry.__post_init__(self)
         check_count("num_kv_heads", self.num_kv_heads)
         check_count("head_size", self.head_size)
@@ -111,8 +117,18 @@ class EngineGeometry(GroupGeometry):
                 f"use_mla: the latent has 1 head and no v, got num_kv_heads={self.num_kv_heads}, "
                 f"head_size_v={self.head_size_v}; write num_kv_heads=1 and leave head_size_v out"
             )
+        self._check_separate()
         self._check_tokens()
         self._check_page()
+
+    def _check_separate(self) -> None:
+        joined = self.use_mla or self.packing or self.layout.inner_orders or self.page_size_padded
+        if self.separate_parts and joined:
+            raise ValueError(
+                f"separate_parts: k and v have tensors of their own, but use_mla={self.use_mla}, "
+                f"packing={self.packing!r}, page_size_padded={self.page_size_padded} and layout "
+                f"{self.layout} join the parts of a page; leave one of the two out"
+            )
 
     def _check_tokens(self) -> None:
         check_dcp(self.parallel.dcp, self.parallel.tp, self.num_kv_heads)
@@ -130,10 +146,10 @@ class EngineGeometry(GroupGeometry):
         for field in ("sliding_window", "attention_chunk_size"):
             if getattr(self, field) is not None:
                 check_count(field, getattr(self, field), most=_MAX_WINDOW)
-        self.first_kept_token(0)  # raises where both are given
+        self.first_kept_token(0)  # raises if both are given
 
     def _check_page(self) -> None:
-        kind = self.kinds(self.parallel.tp - 1)[0]  # no rank has more heads than the last one
+        kind = self.kinds(self.parallel.tp - 1)[0]  # no rank has more heads than the last rank
         page = math.prod(self.layout.shape(kind.box(1, 1))) * kind.itemsize  # raises: lacks a dim
         padded = self.page_size_padded
         if padded is not None and (padded < page or padded % kind.itemsize):
@@ -147,7 +163,7 @@ class EngineGeometry(GroupGeometry):
 
     @property
     def cells(self) -> Mapping[str, object]:
-        """What a cell is; see :attr:`GroupGeometry.cells`."""
+        """The properties of a cell; see :attr:`GroupGeometry.cells`."""
         return {
             "num_kv_heads": self.num_kv_heads,
             "head_size": self.head_size,
@@ -162,27 +178,36 @@ class EngineGeometry(GroupGeometry):
         }
 
     def kinds(self, rank: int) -> tuple[TensorKind, ...]:
-        """What lies in the layers' own tensors, then in those of each kind of scale."""
+        """The content of the layers' own tensors, then of the tensors of each kind of scale."""
         sizes = {"latent": self.head_size}
         if not self.use_mla:
             sizes = {"k": self.head_size, "v": self.head_size_v or self.head_size}
         own = TensorKind(
             suffix="",
             layout=self.layout,
-            parts=tuple(Part(name, size, self.dtype) for name, size in sizes.items()),
+            parts=tuple(TensorPart(name, size, self.dtype) for name, size in sizes.items()),
             tokens=self.block_size,
             heads=len(self.heads(rank)),
             page_size_padded=self.page_size_padded,
         )
+        kinds = self._separated(own) if self.separate_parts else (own,)
         if self.scale_dtype is None:
-            return (own,)
-        return (own, *(self._scale_kind(own, name, self.scale_dtype) for name in sizes))
+            return kinds
+        return (*kinds, *(self._scale_kind(own, name, self.scale_dtype) for name in sizes))
+
+    def _separated(self, own: TensorKind) -> tuple[TensorKind, ...]:
+        """The kinds of the tensors of k and of v, from the kind of a tensor with both parts."""
+        order = self.layout.order.replace("K", "").replace("C", "D")
+        return tuple(
+            replace(own, suffix=f".{part.name}", layout=Layout(order), parts=(part,))
+            for part in own.parts
+        )
 
     def _scale_kind(self, own: TensorKind, part: str, dtype: str) -> TensorKind:
-        """The kind of the scales of one part: its order of dims, one element per head."""
+        """The kind of the scales of a part: same order of dims, an element per head."""
         order = self.layout.order.replace("K", "").replace("C", "D")
         order += self.layout.inner_orders.get(part, "").replace("C", "D")
-        scale = Part(f"{part}_scale", 1, dtype)
+        scale = TensorPart(f"{part}_scale", 1, dtype)
         return replace(
             own,
             suffix=f".{scale.name}",
@@ -192,9 +217,10 @@ class EngineGeometry(GroupGeometry):
         )
 
     def bound_span(self, first_token: int, num_tokens: int) -> tuple[int, int]:
-        """The tokens that a copy of ``[first_token, num_tokens)`` moves.
+        """The span of tokens that a copy of ``[first_token, num_tokens)`` moves.
 
-        Of opaque blocks all that they touch: the rest of the last one is nobody's yet.
+        For opaque blocks, this is the span of all touched blocks; no token uses the rest of the
+        last block yet.
         """
         if not self.packing or first_token == num_tokens:
             return first_token, num_tokens
@@ -204,23 +230,23 @@ class EngineGeometry(GroupGeometry):
     # ---- heads -----------------------------------------------------------------------------
 
     def shares(self, rank: int) -> tuple[Share, ...]:
-        """What a rank holds of each of its layers: its heads."""
+        """The heads of a rank, in each of its layers."""
         tp_rank = self.rank_coordinates(rank).tp
         return (Share(None, heads_of(tp_rank, self.parallel.tp, self.num_kv_heads)),)
 
     def split_share(self, share: Share) -> Iterator[tuple[range, range]]:
-        """Splits heads at the borders between TP ranks: some heads, and the ranks with them."""
+        """Splits heads at the borders between TP ranks; yields some heads and their ranks."""
         return split_heads(share.heads, self.parallel.tp, self.num_kv_heads)
 
     def head_replicas(self, head: int) -> range:
-        """The TP ranks that hold a KV head."""
+        """The TP ranks with a KV head."""
         return replicas_of(head, self.parallel.tp, self.num_kv_heads)
 
     def ranks_with(self, layer: int, head: int, context: int) -> range:
-        """The ranks that hold a layer's cells of one head for the tokens of a context rank.
+        """The ranks that hold a layer's cells of a head for the tokens of a context rank.
 
         Raises:
-            ValueError: the layer is not one of the group's.
+            ValueError: the layer does not belong to the group.
         """
         return next(self.owners(layer, Share(None, range(head, head + 1)), context))[1]
 

@@ -1,16 +1,16 @@
 """Digests of the weights behind each KV head: the proof that two ranks mean the same head.
 
-Geometries say which heads a rank holds, and plans rest on that. Whoever made a geometry may be
-wrong: a head that counts as a replica of its neighbour is read from the wrong rank, and every token
-after that is wrong while every shape fits. So each rank digests the rows of its own weights that
-make K and V of each head, and the handshake compares the digests of every pair of ranks that moves
-cells. Weights are digested, since they are known before the first request and do not depend on a
-prompt.
+Geometries say which heads a rank holds, and plans depend on this. A geometry may be wrong: if a
+rank counts a head as a replica of a neighbouring head, the target reads from the wrong rank. Every
+later token is then wrong although every shape fits. Therefore each rank digests the rows of its own
+weights that make K and V of each head. The handshake compares these digests for every pair of ranks
+between which cells move. The digests cover weights, because weights are known before the first
+request and do not depend on a prompt.
 
-A rank may hold its weights in a kernel's own form, and two ranks may hold them in different forms.
-So a digest covers a few columns of a head's rows (:func:`probed_columns`), which any kernel answers
-exactly when it is given unit vectors, and the values are brought to a common form before they are
-digested (:func:`form_of`).
+A rank may hold its weights in the private form of a kernel, and two ranks may hold them in
+different forms. Therefore a digest covers a few columns of a head's rows (:func:`probed_columns`).
+Any kernel returns these columns exactly when its inputs are unit vectors. The values are converted
+to a common form before they are digested (:func:`form_of`).
 """
 
 import hashlib
@@ -32,45 +32,46 @@ from kvferry.topology.plan import plan_transfer
 from kvferry.topology.sharding import ranges_text
 
 DIGEST_BYTES = 8
-"""Bytes of the digest of one head of one layer."""
+"""Number of bytes in the digest of a head of a layer."""
 NUM_COLUMNS = 8
-"""Columns of a head's rows that are digested."""
+"""Number of digested columns of a head's rows."""
 MAX_LAYERS = 4096
-"""Layers of which one rank may tell anything."""
+"""Largest number of layers in the record of a rank."""
 MAX_REASONS = 16
-"""Different reasons for which layers of one rank may be without digests."""
+"""Largest number of different reasons why layers of a rank have no digests."""
 MAX_REASON_CHARS = 256
-"""Characters of such a reason."""
+"""Largest number of characters of such a reason."""
 FORMS = ("bfloat16", "float16")
 """Dtypes to which weights are rounded before they are digested."""
 
 LATENT = "a latent has no heads to tell apart"
-"""Why a layer of MLA has no digest; such a layer needs none."""
+"""Reason why a layer of MLA has no digest; such a layer needs none."""
 
 _NOTHING = ("an engine, or a release, that digests no weights", b"")
-"""What a rank tells of a layer that does not tell of its heads at all."""
+"""Record of a layer for which a rank sends nothing: a reason, and no digests."""
 
 Layers: TypeAlias = Annotated[tuple[int, ...], Meta(max_length=MAX_LAYERS)]
 Form: TypeAlias = Literal["bfloat16", "float16"]
-"""One of :data:`FORMS`."""
+"""A name in :data:`FORMS`."""
 Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 
 
 class HeadDigests(msgspec.Struct, frozen=True, kw_only=True):
-    """Digests of the weights that make K and V of each KV head that one rank holds.
+    """Digests of the weights that make K and V of each KV head that a rank holds.
 
-    Every attention layer of the rank is in one of the two: it is digested, or a reason is given.
+    Every attention layer of the rank is in one of the two fields: the layer has digests or a
+    reason.
     """
 
     digests: dict[Form, Annotated[dict[int, bytes], Meta(max_length=MAX_LAYERS)]]
-    """Form of the weights → the model's index of a layer → the digests of the rank's heads of that
-    layer, :data:`DIGEST_BYTES` each, in the order of the heads."""
+    """Form of the weights → index of a layer in the model → digests of the rank's heads in this
+    layer, :data:`DIGEST_BYTES` bytes each, in the order of the heads."""
     untold: Annotated[dict[Reason, Layers], Meta(max_length=MAX_REASONS)] = {}
-    """Reason → the layers that have no digests for that reason."""
+    """Reason → layers without digests for this reason."""
 
     @classmethod
     def of(cls, told: Mapping[int, tuple[str, bytes]]) -> "HeadDigests":
-        """What a rank tells of each layer; see :meth:`told`."""
+        """Makes the digests of a rank from a record per layer; the inverse of :meth:`told`."""
         digests: dict[Form, dict[int, bytes]] = {}
         untold: dict[str, tuple[int, ...]] = {}
         for layer, (text, found) in sorted(told.items()):
@@ -81,7 +82,7 @@ class HeadDigests(msgspec.Struct, frozen=True, kw_only=True):
         return cls(digests=digests, untold=untold)
 
     def told(self) -> dict[int, tuple[str, bytes]]:
-        """Layer → the form of its weights and its digests; or the reason, and no digests."""
+        """Layer → form of the weights and digests; or the reason, and no digests."""
         found: dict[int, tuple[str, bytes]] = {
             layer: (form, digests)
             for form, layers in self.digests.items()
@@ -92,14 +93,14 @@ class HeadDigests(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def check(self, groups: Sequence[GroupGeometry], rank: int) -> None:
-        """Checks that every attention layer of a rank is told of, once, with one digest per head.
+        """Checks that every attention layer of a rank occurs once, with a digest per head.
 
         Args:
             groups: the geometries of the engine's groups.
-            rank: the rank that tells.
+            rank: the rank of the digests.
 
         Raises:
-            ValueError: the message names the layer, what is told and what is expected.
+            ValueError: the message contains the layer, the actual value and the expected value.
         """
         held = {
             layer: len(group.heads(rank))
@@ -130,12 +131,12 @@ class HeadDigests(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def attention_of(groups: Sequence[GroupGeometry]) -> Iterator[EngineGeometry]:
-    """The groups that have KV heads; those of recurrent layers have none."""
+    """The groups with KV heads; groups of recurrent layers have none."""
     return (group for group in groups if isinstance(group, EngineGeometry))
 
 
 def split_digests(digests: bytes) -> list[bytes]:
-    """The digests of a layer's heads, one by one.
+    """Splits the digests of a layer into a digest per head.
 
     >>> split_digests(b"-head 0--head 1-")
     [b'-head 0-', b'-head 1-']
@@ -146,13 +147,13 @@ def split_digests(digests: bytes) -> list[bytes]:
 def alike_heads(
     groups: Sequence[GroupGeometry], ranks: Sequence[HeadDigests | None]
 ) -> tuple[int, ...]:
-    """Layers of an engine in which two heads have equal weights, ascending.
+    """The layers of an engine in which two heads have equal weights, ascending.
 
-    Digests do not tell such heads apart. Checkpoints with copied or pruned heads exist.
+    Digests cannot tell such heads apart. Checkpoints with copied or pruned heads exist.
 
     Args:
         groups: the geometries of the engine's groups.
-        ranks: what each rank tells.
+        ranks: the digests of each rank; ``None`` for a rank without digests.
     """
     seen: dict[tuple[int, bytes], int] = {}
     alike: set[int] = set()
@@ -171,13 +172,13 @@ def alike_heads(
 
 
 def probed_columns(width: int) -> npt.NDArray[np.int64]:
-    """The columns of a projection's weights that are digested: few, and spread over all of them.
+    """The columns of a projection's weights that are digested: few, and spread over all columns.
 
     >>> probed_columns(576).tolist()
     [0, 72, 144, 216, 288, 360, 432, 504]
 
     Args:
-        width: columns of the weights, which is the size of the hidden state.
+        width: number of columns of the weights, which is the size of the hidden state.
     """
     return np.unique(np.arange(NUM_COLUMNS) * width // NUM_COLUMNS)
 
@@ -185,17 +186,17 @@ def probed_columns(width: int) -> npt.NDArray[np.int64]:
 def form_of(dtype: str) -> Form:
     """The dtype to which weights are rounded before they are digested.
 
-    An engine that computes in float32 and one that computes in bfloat16 hold the same checkpoint
-    in two ways that are equal once both are rounded to bfloat16.
+    An engine that computes in float32 and an engine that computes in bfloat16 hold the same
+    checkpoint in two forms. The two forms are equal after both are rounded to bfloat16.
 
     >>> form_of("float32"), form_of("bfloat16"), form_of("float16")
     ('bfloat16', 'bfloat16', 'float16')
 
     Args:
-        dtype: of the weights that are loaded, without ``torch.``.
+        dtype: dtype of the loaded weights, without ``torch.``.
 
     Raises:
-        ValueError: weights of that dtype are not digested.
+        ValueError: weights of this dtype are not digested.
     """
     if dtype in ("float64", "float32", "bfloat16"):
         return "bfloat16"
@@ -207,7 +208,7 @@ def form_of(dtype: str) -> Form:
 def digest_heads(
     k_HDC: npt.NDArray[np.float32], v_HDC: npt.NDArray[np.float32], form: str
 ) -> bytes:
-    """The digests of a layer's heads on one rank, in the order of the heads.
+    """The digests of a layer's heads on a rank, in the order of the heads.
 
     >>> rows = np.arange(2 * 4 * 8, dtype=np.float32).reshape(2, 4, 8)
     >>> one, two = split_digests(digest_heads(rows, rows, "bfloat16"))
@@ -216,8 +217,8 @@ def digest_heads(
 
     Args:
         k_HDC: float32 ``[heads, head size, columns]``: the probed columns of the rows that make K,
-            exactly as they are loaded.
-        v_HDC: the rows that make V, ``[heads, head size of V, columns]``.
+            exactly as loaded.
+        v_HDC: the probed columns of the rows that make V, ``[heads, head size of V, columns]``.
         form: see :func:`form_of`.
     """
     return b"".join(
@@ -229,7 +230,7 @@ def digest_heads(
 
 
 def _bits(values: npt.NDArray[np.float32], form: str) -> npt.NDArray[np.uint16]:
-    """The values in a form of two bytes, as little-endian integers."""
+    """Converts the values to a form of two bytes, as little-endian integers."""
     values = np.ascontiguousarray(values, np.float32) + np.float32(0)  # -0.0 becomes 0.0
     if form == "float16":
         return values.astype("<f2").view("<u2")
@@ -243,14 +244,14 @@ def _bits(values: npt.NDArray[np.float32], form: str) -> npt.NDArray[np.uint16]:
 
 @dataclass(frozen=True, slots=True)
 class ComparedHeads:
-    """What the digests of two engines say of the pairs of ranks that move cells."""
+    """Result of comparing the digests of two engines, for the pairs of ranks that move cells."""
 
     wrong: Mapping[tuple[int, int], Mapping[int, tuple[int, ...]]]
-    """(source rank, target rank) → a head of the model → the layers in which the two ranks do not
-    hold the same head under that number."""
+    """(source rank, target rank) → head of the model → layers in which the two ranks hold different
+    heads under this number."""
     unproved: Mapping[str, tuple[tuple[int, int], ...]]
-    """Reason → the pairs of ranks that share no layer with digests on both sides, among the layers
-    with some number of heads. Latents do not count: they have no heads to tell apart."""
+    """Reason → pairs of ranks that share no layer with digests on both sides, among the layers with
+    the same number of heads. Latents do not count: they have no heads to tell apart."""
 
 
 def compare_heads(
@@ -260,21 +261,21 @@ def compare_heads(
     target_heads: Sequence[HeadDigests | None],
     target_engine_id: str = "",
 ) -> ComparedHeads:
-    """Compares the digests of every head that moves, on the rank that gives it and on the other.
+    """Compares the digests of every head that moves, on its source rank and on its target rank.
 
     Args:
-        sources: the groups of the engine that is read from.
-        source_heads: what each of its ranks tells; ``None`` for a rank that tells nothing.
-        targets: the groups of the engine that reads.
-        target_heads: what each of its ranks tells.
-        target_engine_id: decides the choice among replicas, as in
+        sources: the groups of the source engine.
+        source_heads: the digests of each source rank; ``None`` for a rank without digests.
+        targets: the groups of the target engine.
+        target_heads: the digests of each target rank.
+        target_engine_id: engine id for the choice among replicas, as in
             :func:`~kvferry.topology.plan.plan_transfer`.
 
     Raises:
         ValueError: the groups can never match.
     """
     wrong: dict[tuple[int, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-    # One proved layer says nothing of layers that have another number of heads.
+    # A proved layer proves nothing about layers that have another number of heads.
     proved: set[tuple[tuple[int, int], int]] = set()
     reasons: dict[tuple[tuple[int, int], int], str] = {}
     ours, theirs = (
@@ -332,12 +333,12 @@ def _moves(
 
 
 def _why_unproved(one: tuple[str, bytes], two: tuple[str, bytes]) -> str:
-    """Why what two ranks tell of a layer cannot be compared."""
+    """The reason why the records of two ranks for a layer cannot be compared."""
     if one[1] and two[1]:
         return f"digests of weights in {one[0]} and in {two[0]} cannot be compared"
     return two[0] if one[1] else one[0]
 
 
 def _digest_at(digests: bytes, place: int) -> bytes:
-    """The digest of the head at a place of a rank's heads; empty if the rank has no such head."""
+    """The digest at an index of a rank's heads; empty if the rank has no such head."""
     return digests[place * DIGEST_BYTES :][:DIGEST_BYTES] if place >= 0 else b""

@@ -1,8 +1,8 @@
-"""How one rank stands to the ranks of another engine, in the words that the field knows.
+"""The relation of a rank to the ranks of another engine, in the usual terms of the field.
 
-A thin view on the geometry: what has no whole ratio is served by
-:meth:`KVTopology.get_target_remote_ranks` and by plans, and refused with the way out where the
-answer must be one number.
+A thin view of the geometry. Pairs without a whole ratio are served by
+:meth:`KVTopology.get_target_remote_ranks` and by plans. If the answer must be one number, such a
+pair raises an error that names the alternative.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from kvferry.topology.sharding import check_count, default_split, heads_of, repl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTopology:
-    """One rank of an engine, as a peer of engines with other shapes.
+    """A rank of an engine, seen as a peer of engines with other shapes.
 
     >>> topology = KVTopology(tp_rank=1, tp_size=2, num_kv_heads=3, block_size=16)
     >>> topology.get_target_remote_ranks(remote_tp_size=3, remote_pp_size=2)
     [(1, 0, 1), (2, 0, 2), (4, 1, 1), (5, 1, 2)]
 
     Raises:
-        ValueError: a rank that its size does not have, a size below 1, or no layout.
+        ValueError: a rank is outside its size, a size is below 1, or the layout is unknown.
     """
 
     tp_rank: int
@@ -30,16 +30,16 @@ class KVTopology:
     pp_rank: int = 0
     pp_size: int = 1
     num_kv_heads: int
-    """Of the model; not used with ``is_mla``."""
+    """Number of KV heads of the model; not used with ``is_mla``."""
     block_size: int
-    """Tokens."""
+    """Number of tokens per block."""
     is_mla: bool = False
-    """One latent, which every TP rank holds."""
+    """Whether the cache holds one latent, which every TP rank holds."""
     layout: Layout | str | None = None
-    """Layout of the cache; NHD if left out."""
+    """Layout of the cache; NHD by default."""
     num_layers: int | None = None
-    """Of the model. Without it stages are taken to be equally long, which is exact where the
-    stages of both engines divide the layers."""
+    """Number of layers of the model. Without this number, stages count as equally long, which is
+    exact if the stages of both engines divide the layers."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp"):
@@ -49,10 +49,10 @@ class KVTopology:
                 raise ValueError(f"{name}_rank: {rank} is not one of 0 to {size - 1}")
         check_count("num_kv_heads", self.num_kv_heads)
         check_count("block_size", self.block_size)
-        self._order()  # raises where it is no layout
+        self._order()  # raises if the layout is unknown
 
     def tp_ratio(self, remote_tp_size: int) -> int:
-        """TP ranks here per TP rank there; negative, the other way round, if there are more there.
+        """Local TP ranks per remote TP rank; the negative inverse if the remote engine has more.
 
         Raises:
             ValueError: there is no whole ratio; :meth:`get_target_remote_ranks` serves any pair.
@@ -60,7 +60,7 @@ class KVTopology:
         return _ratio("tp", self.tp_size, check_count("remote_tp_size", remote_tp_size))
 
     def pp_ratio(self, remote_pp_size: int) -> int:
-        """Stages here per stage there; negative, the other way round, if there are more there.
+        """Local stages per remote stage; the negative inverse if the remote engine has more.
 
         Raises:
             ValueError: there is no whole ratio; :meth:`get_target_remote_ranks` serves any pair.
@@ -68,7 +68,7 @@ class KVTopology:
         return _ratio("pp", self.pp_size, check_count("remote_pp_size", remote_pp_size))
 
     def block_size_ratio(self, remote_block_size: int) -> int | Fraction:
-        """Tokens per block here over tokens per block there: whole, or an exact fraction.
+        """Local tokens per block divided by remote tokens per block: whole, or an exact fraction.
 
         >>> KVTopology(tp_rank=0, tp_size=1, num_kv_heads=1, block_size=16).block_size_ratio(64)
         Fraction(1, 4)
@@ -79,10 +79,10 @@ class KVTopology:
     def get_target_remote_ranks(
         self, remote_tp_size: int, remote_pp_size: int = 1
     ) -> list[tuple[int, int, int]]:
-        """The ranks that this rank reads from, ascending: ``(rank, pp_rank, tp_rank)``.
+        """The ranks from which this rank reads, ascending: ``(rank, pp_rank, tp_rank)``.
 
-        One for each stage that holds some of our layers and each head that we hold. Among replicas
-        of a head our own replicas spread evenly.
+        There is a rank for each remote stage that holds some local layers and each local head. If
+        a head has remote replicas, the local replicas are spread evenly over them.
         """
         check_count("remote_tp_size", remote_tp_size)
         num_heads = 1 if self.is_mla else self.num_kv_heads
@@ -98,7 +98,7 @@ class KVTopology:
         ]
 
     def is_kv_replicated(self, remote_tp_size: int | None = None) -> bool:
-        """Whether several TP ranks hold the same head: there, or here if no size is given."""
+        """Whether several TP ranks hold the same head: remote ranks, or local ranks if no size."""
         return (remote_tp_size or self.tp_size) > self.num_kv_heads
 
     def replicates_kv_cache(self, remote_tp_size: int | None = None) -> bool:
@@ -107,7 +107,7 @@ class KVTopology:
 
     @property
     def split_k_and_v(self) -> bool:
-        """Whether K and V of a layer lie apart, each with its blocks one after the other."""
+        """Whether K and V of a layer lie apart, each with its own sequence of blocks."""
         order = self._order()
         return not self.is_mla and "L" not in order and "K" in order.split("B")[0]
 
@@ -124,7 +124,7 @@ class KVTopology:
         ]
 
     def _stages(self, pp_size: int) -> list[tuple[Fraction, Fraction]]:
-        """First and last layer of each stage, or parts of one where layers are not known."""
+        """First and last layer of each stage; fractions of 1 if the number of layers is unknown."""
         if self.num_layers is None:
             lengths = [Fraction(1, pp_size)] * pp_size
         else:

@@ -1,8 +1,8 @@
-"""From pieces of a plan to strided tiles: where the cells lie that move.
+"""Lowering: from the pieces of a plan to strided tiles, which say where the moving cells lie.
 
-A plan says which cells of which layers, as pieces. Here each piece is looked up in the memory of
-the rank that gives it and of the rank that gets it, which makes one tile per part; parts that
-follow each other in memory on both sides, as packed k and v do, become one tile.
+A plan says, as pieces, which cells of which layers move. This module looks up each piece in the
+memory of its source rank and of its target rank, which gives one tile per part. Parts that follow
+each other in memory on both sides, such as packed k and v, become one tile.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,31 +16,31 @@ from kvferry.errors import BoundsError, ProtocolError
 from kvferry.layouts.tiles import TILE_DTYPE, Tiles
 from kvferry.topology.group import CROSS_LAYER_NAME, GroupGeometry
 from kvferry.topology.sharding import Int64s
-from kvferry.topology.tensors import Part, RankMemory, TensorMemory
+from kvferry.topology.tensors import RankMemory, TensorMemory, TensorPart
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The cells of one layer and some neighbouring heads or channels that one source rank gives.
+    """Cells of a layer and some neighbouring heads or channels that a source rank gives.
 
-    Of the tokens, it gives those that it holds; see :meth:`GroupGeometry.token_shard`.
+    The source rank gives only the tokens that it holds, see :meth:`GroupGeometry.token_shard`.
     """
 
     source_rank: int
     layer: int
-    """Index in the model."""
+    """Index of the layer in the model."""
     heads: range
-    """Indices in the model."""
+    """Indices of the heads or channels in the model."""
     part: str | None = None
-    """The section of a state whose channels these are; heads of all parts if ``None``."""
+    """The section of a state that contains the channels; ``None`` for heads of all parts."""
 
-    def has(self, part: Part) -> bool:
-        """Whether it has cells of a part."""
+    def has(self, part: TensorPart) -> bool:
+        """Whether the piece contains cells of a part."""
         return self.part in (None, part.name)
 
 
 class Place(NamedTuple):
-    """Where the cells of a piece lie on one side: the fields of ``TILE_DTYPE`` of that side."""
+    """The place of a piece's cells on a side: the fields of ``TILE_DTYPE`` for this side."""
 
     region: int
     offset: int
@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 class Places:
-    """Looks cells up in the memory of one rank."""
+    """Finds the places of cells in the memory of a rank."""
 
     def __init__(self, geometry: GroupGeometry, rank: int, memory: RankMemory) -> None:
         self._geometry = geometry
@@ -63,10 +63,10 @@ class Places:
             part.name: kind.suffix for kind in geometry.tensor_kinds for part in kind.parts
         }
         self.itemsizes = {part.name: part.itemsize for part in geometry.parts}
-        """Bytes per element of each part."""
+        """Number of bytes per element of each part."""
 
     def place(self, layer: int, first_head: int, part: str) -> Place:
-        """Where the part of one layer lies, from the first head on.
+        """The place of a part of a layer, from ``first_head`` on.
 
         Raises:
             ProtocolError: the memory lacks the tensor or the part.
@@ -84,7 +84,7 @@ class Places:
         )
 
     def _tensor(self, layer: int, suffix: str) -> tuple[TensorMemory, int]:
-        """The tensor that holds a layer, and the layer's index in it."""
+        """The tensor that contains a layer, and the index of the layer in this tensor."""
         name, cross = self._geometry.layer_name(layer) + suffix, CROSS_LAYER_NAME + suffix
         if name in self._tensors:
             return self._tensors[name], 0
@@ -97,22 +97,22 @@ class Places:
 
 
 def lower_pieces(
-    pieces: Sequence[Piece], parts: Sequence[Part], source: Places, target: Places
+    pieces: Sequence[Piece], parts: Sequence[TensorPart], source: Places, target: Places
 ) -> Tiles:
-    """The tiles of pieces that one source rank gives, piece by piece.
+    """The tiles of the pieces that a source rank gives, piece by piece.
 
-    Where the dtype is converted, ``itemsize`` is the source's and the target's strides are in the
-    target's bytes.
+    If the dtype is converted, ``itemsize`` is the source's item size, and the target's strides are
+    in the target's bytes.
 
     Args:
-        pieces: what moves.
-        parts: of the cells, those that move.
-        source: the memory of the rank that gives.
-        target: the memory of the rank that gets.
+        pieces: the moving pieces.
+        parts: the moving parts of a cell.
+        source: the memory of the source rank.
+        target: the memory of the target rank.
 
     Raises:
         ProtocolError: a memory lacks a tensor or a part.
-        BoundsError: numbers that do not fit 64 bits.
+        BoundsError: a number does not fit 64 bits.
     """
     rows = [
         (number, piece, part)
@@ -131,29 +131,6 @@ def lower_pieces(
     target_itemsizes = np.array([target.itemsizes[part.name] for _, _, part in rows], np.int64)
     numbers = np.array([number for number, _, _ in rows], np.int64)
     return _fused(tiles, numbers, target_itemsizes)
-
-
-def own_tiles(geometry: GroupGeometry, rank: int, memory: RankMemory) -> Tiles:
-    """All cells that a rank holds, source and target side alike.
-
-    With the runs of :func:`~kvferry.topology.binding.bind_own` they copy a request's cells to other
-    memory that lies as this rank's does.
-
-    Args:
-        geometry: what the rank holds.
-        rank: whose cells.
-        memory: where they lie.
-
-    Raises:
-        ProtocolError: the memory lacks a tensor or a part.
-    """
-    pieces = [
-        Piece(rank, layer, share.heads, share.part)
-        for layer in geometry.layers(rank)
-        for share in geometry.shares(rank)
-    ]
-    places = Places(geometry, rank, memory)
-    return lower_pieces(pieces, geometry.parts, places, places)
 
 
 def _fill(tiles: Tiles, field: str, values: Iterable[int]) -> None:
@@ -175,7 +152,7 @@ def _fused(tiles: Tiles, pieces: Int64s, target_itemsizes: Int64s) -> Tiles:
 
 
 def _follow(tiles: Tiles, target_itemsizes: Int64s) -> npt.NDArray[np.bool_]:
-    """Whether the elements of each tile but the first follow those of the tile before it."""
+    """For each tile but the first, whether its elements follow the elements of the tile before."""
     before, after = tiles[:-1], tiles[1:]
     found: npt.NDArray[np.bool_] = before["heads"] == after["heads"]
     for side, itemsizes in (("source", tiles["itemsize"]), ("target", target_itemsizes)):

@@ -1,4 +1,4 @@
-"""The memory of a rank, read off its real tensors."""
+"""The memory of a rank, found from its real tensors."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from kvferry.topology.group import GroupGeometry
 from kvferry.topology.tensors import RankMemory, TensorMemory
 
 Regions: TypeAlias = tuple[npt.NDArray[np.uint8], ...]
-"""The bytes of each region of a rank, in the order of its region indices."""
+"""The bytes of each region of a rank, in the order of the region indices."""
 
 
 def memory_of(
@@ -22,7 +22,7 @@ def memory_of(
     *,
     partial: bool = False,
 ) -> tuple[RankMemory, Regions]:
-    """A rank's memory as its tensors really lie, and the regions they lie in, in host memory.
+    """The places of a rank's tensors in host memory, and the regions that contain the tensors.
 
     >>> import numpy as np
     >>> from kvferry.topology import EngineGeometry, ParallelShape
@@ -33,15 +33,15 @@ def memory_of(
     >>> [(tensor.region, tensor.offset) for tensor in memory.tensors], regions[0].nbytes
     ([(0, 0), (0, 192)], 384)
 
-    Tensors that lie in one allocation share a region; where allocations are not known, a tensor
-    is a region of its own. The caller keeps the tensors alive as long as the regions are used.
-    A rank without layers of the group has no tensors, no regions and 1 block.
+    Tensors that lie in one allocation share a region. If allocations are not known, each tensor is
+    a region. The caller must keep the tensors alive as long as it uses the regions. A rank without
+    layers of the group has no tensors, no regions and 1 block.
 
     Args:
-        geometry: what the rank holds.
-        rank: whose tensors.
+        geometry: geometry of the group.
+        rank: the rank of the tensors.
         tensors: as for :func:`locate_memory`, in host memory.
-        partial: accept that some of the rank's tensors are missing.
+        partial: whether some of the rank's tensors may be missing.
 
     Raises:
         ValueError: as for :func:`locate_memory`, or a tensor is not in host memory.
@@ -57,32 +57,33 @@ def locate_memory(
     *,
     partial: bool = False,
 ) -> tuple[RankMemory, tuple[MemorySpan, ...]]:
-    """A rank's memory as its tensors really lie, and where its regions are, on any device.
+    """The places of a rank's tensors and of their regions, on any device.
 
-    Tensors that lie in one allocation share a region; where allocations are not known, a tensor
-    is a region of its own. A rank without layers of the group has no tensors, no regions and 1
-    block. No byte of the tensors is touched.
+    Tensors that lie in one allocation share a region. If allocations are not known, each tensor is
+    a region. A rank without layers of the group has no tensors, no regions and 1 block. No byte of
+    the tensors is read or written.
 
     Args:
-        geometry: what the rank holds.
-        rank: whose tensors.
-        tensors: name → NumPy array or torch tensor, in host memory or on CUDA devices, of any
-            strides, shaped ``geometry.cache_shape(rank, num_blocks)``. For a cross-layer layout,
-            views of single layers (without the L dim) under the layers' names are accepted as
-            well. Integers of the same size may stand for a dtype that NumPy lacks.
-        partial: accept that some of the rank's tensors are missing.
+        geometry: geometry of the group.
+        rank: the rank of the tensors.
+        tensors: name → NumPy array or torch tensor, in host memory or on CUDA devices, with any
+            strides and the shape ``geometry.cache_shape(rank, num_blocks)``. A cross-layer layout
+            also takes views of single layers (without the L dim) under the names of the layers.
+            Integers of the same size may represent a dtype that NumPy lacks.
+        partial: whether some of the rank's tensors may be missing.
 
     Raises:
         ValueError: a name, shape, dtype or number of blocks is wrong; the message names the
             tensor and both values.
     """
     if geometry.layout.is_cross_layer and not set(tensors) & set(geometry.tensor_names(rank)):
-        # Views of single layers of a cross-layer tensor: as if the layout had no L.
+        # These are views of single layers of a cross-layer tensor, so treat the layout as one
+        # without L.
         geometry = dataclasses.replace(geometry, layout=geometry.layout.without_layers())
     expected = geometry.tensors(rank)
     _check_names(rank, tuple(expected), tensors, partial)
     views = {name: view_of(tensors[name]) for name in expected if name in tensors}
-    if not expected:  # the rank's stage has none of the group's layers, hence only a null block
+    if not expected:  # the stage has no layers of the group, so only a null block
         return RankMemory(num_blocks=1, region_bytes=(), tensors=()), ()
     if not views:
         raise ValueError(f"rank {rank}: no tensors given; expected {', '.join(expected)}")
@@ -92,7 +93,7 @@ def locate_memory(
     placed = []
     for name, view in views.items():
         region, kind = _region_of(view, regions), expected[name]
-        devices[region] = view.device  # one per allocation
+        devices[region] = view.device  # per allocation
         placed.append(
             TensorMemory(
                 name=name,
@@ -125,7 +126,7 @@ def _check_names(
 
 
 def _num_blocks(geometry: GroupGeometry, rank: int, views: Mapping[str, ArrayView]) -> int:
-    """The number of blocks, after checking every tensor's shape and dtype."""
+    """The number of blocks, after a check of every tensor's shape and dtype."""
     num_blocks = 0
     for name, kind in geometry.tensors(rank).items():
         if name not in views:
@@ -139,7 +140,7 @@ def _num_blocks(geometry: GroupGeometry, rank: int, views: Mapping[str, ArrayVie
                 f"{kind.layout} has {shape} for as many blocks"
             )
         dtype = kind.parts[0].dtype
-        # NumPy has no bfloat16; integers of its size may stand for it.
+        # NumPy has no bfloat16; integers of the same size may represent it.
         stands_in = view.itemsize == kind.itemsize and view.dtype.startswith(("int", "uint"))
         if view.dtype != dtype and not stands_in:
             raise ValueError(f"tensor {name!r}: dtype {view.dtype}, but the geometry says {dtype}")
@@ -153,7 +154,7 @@ def _num_blocks(geometry: GroupGeometry, rank: int, views: Mapping[str, ArrayVie
 
 
 def _regions(storages: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Storages that overlap, united; in the order in which they first appear."""
+    """Joins storages that overlap; the result is in the order in which storages first appear."""
     united: list[tuple[int, int]] = []
     for address, nbytes in sorted(set(storages)):
         if united and address < united[-1][0] + united[-1][1]:

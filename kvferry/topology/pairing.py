@@ -1,9 +1,9 @@
-"""Which groups of two engines hold the same layers: engines may group their layers differently.
+"""Pairs of groups of two engines that hold the same layers; engines may group layers differently.
 
-A model's layers lie in groups, one block table each. One engine may keep windows in groups of
-their own where the other keeps all tokens in one group; orders and numbers of groups are nobody
-else's business. Layers meet by their index in the model, and every pair of groups that share
-layers moves by a plan of its own.
+The layers of a model lie in groups, each with a block table. One engine may keep windows in
+separate groups while the other engine keeps all tokens in one group. The order and the number of
+groups are private to each engine. Layers match by their index in the model. Each pair of groups
+that share layers moves by its own plan.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from kvferry.topology.sharding import ranges_text
 from kvferry.topology.windows import first_kept_token
 
 _SAME_MODEL = "serve the same model on both"
-#: What must be the same for a layer on both sides → what to do where it differs.
+#: Property that must be the same on both sides → what to do if it differs.
 _REMEDIES = {
     "num_kv_heads": _SAME_MODEL,
     "head_size": _SAME_MODEL,
@@ -24,7 +24,7 @@ _REMEDIES = {
     "dtype": "give both the same KV cache dtype, or allow a conversion that rounds",
     "use_mla": "switch MLA on or off on both",
     "scale_dtype": "give both the same quantisation of the KV cache, with scales of one dtype",
-    "recurrent_state": _SAME_MODEL,
+    "recurrent_state": f"{_SAME_MODEL}, with the same dtypes of states, on the same kind of device",
     "opaque_blocks": "give both the same block size and kind of CPU, or a dtype that is not packed",
     "kept tokens": _SAME_MODEL,
 }
@@ -32,24 +32,25 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class GroupPair:
-    """The layers that one group of a target reads from one group of a source."""
+    """The layers that a group of a target reads from a group of a source."""
 
     source_group: int
-    """Index among the source's groups, and of its block table."""
+    """Index of the group among the source's groups, and of its block table."""
     target_group: int
-    """Index among the target's groups, and of its block table."""
+    """Index of the group among the target's groups, and of its block table."""
     layers: tuple[int, ...]
-    """The model's layers that both groups have, ascending; never empty."""
+    """Indices in the model of the layers that both groups have, ascending; never empty."""
     is_partial: bool = False
-    """The source keeps a window of what the target keeps whole: after a load the target's blocks
-    lack the tokens below it, so they must never be hit by another request."""
+    """Whether the source keeps only a window while the target keeps all tokens. After such a load
+    the target's blocks lack the tokens below the window, so no other request may hit these blocks.
+    """
     sliding_window: int | None = None
-    """Tokens of a request that both keep, where either keeps a window."""
+    """Number of tokens of a request that both sides keep, if either side keeps a window."""
     attention_chunk_size: int | None = None
-    """The same where either keeps chunks."""
+    """Number of tokens per chunk, if either side keeps chunks."""
 
     def first_kept_token(self, num_tokens: int) -> int:
-        """The first of a request's ``num_tokens`` that the source has and the target wants.
+        """The first of a request's ``num_tokens`` tokens that the source has and the target wants.
 
         >>> GroupPair(0, 1, layers=(0, 2), sliding_window=4).first_kept_token(10)
         7
@@ -67,7 +68,7 @@ def pair_groups(
     *,
     convert: bool = False,
 ) -> tuple[GroupPair, ...]:
-    """The pairs of groups that share layers; every layer of the targets is in exactly one.
+    """The pairs of groups that share layers; every layer of the targets is in exactly one pair.
 
     >>> from dataclasses import replace
     >>> from kvferry.topology import EngineGeometry, ParallelShape
@@ -83,8 +84,8 @@ def pair_groups(
     [True, False]
 
     Args:
-        sources: the groups of the engine that is read from.
-        targets: the groups of the engine that reads.
+        sources: the groups of the source engine.
+        targets: the groups of the target engine.
         convert: see :func:`~kvferry.topology.plan.plan_transfer`.
 
     Returns:
@@ -109,10 +110,10 @@ def group_mismatches(
     names: tuple[str, str] = ("source", "target"),
     convert: bool = False,
 ) -> list[str]:
-    """Why two engines' groups can never exchange KV, one sentence per difference.
+    """The reasons why two engines' groups can never exchange KV, a sentence per difference.
 
-    Number and order of groups, parallel shapes, block sizes and layouts may differ at will, and one
-    side may keep a window where the other keeps all tokens.
+    Number and order of groups, parallel shapes, block sizes and layouts may differ freely. One side
+    may keep a window while the other side keeps all tokens.
 
     >>> from dataclasses import replace
     >>> from kvferry.topology import EngineGeometry, ParallelShape
@@ -122,10 +123,10 @@ def group_mismatches(
     ['head_size_v of layers 0-1: source has 4, target has 2; serve the same model on both']
 
     Args:
-        sources: the groups of the engine that is read from.
-        targets: the groups of the engine that reads; the other way round the answer is the same,
-            but for dtypes that can be converted without loss one way only.
-        names: how the messages call the two engines.
+        sources: the groups of the source engine.
+        targets: the groups of the target engine. The result is symmetric, except for dtypes
+            that can be converted without loss in only one direction.
+        names: names of the two engines in the messages.
         convert: see :func:`~kvferry.topology.plan.plan_transfer`.
 
     Returns:
@@ -146,11 +147,11 @@ def group_mismatches(
 def cell_differences(
     source: GroupGeometry, target: GroupGeometry, *, convert: bool = False
 ) -> Iterator[tuple[str, object, object]]:
-    """Where the cells of two geometries are not the same thing: field, source's value, target's.
+    """The differences between the cells of two geometries: field, source's value, target's value.
 
-    Layers, parallel shapes, block sizes, layouts and what is kept may differ at will. So may dtypes
-    of which the target's holds every value of the source's; with ``convert`` any that can be
-    converted; with scales none.
+    Layers, parallel shapes, block sizes, layouts and kept tokens may differ freely. Dtypes may
+    differ if the target's dtype holds every value of the source's dtype; with ``convert``, any
+    convertible dtypes may differ; with scales, dtypes must be equal.
 
     >>> from dataclasses import replace
     >>> from kvferry.topology import EngineGeometry, ParallelShape
@@ -164,20 +165,20 @@ def cell_differences(
     ours, theirs = source.cells, target.cells
     for field in ours:
         if field not in theirs or ours[field] == theirs[field]:
-            continue  # groups of different kinds differ in what both name
+            continue  # groups of different kinds differ in the names that both have
         if field != "dtype" or not _may_convert(ours, theirs, convert):
             yield field, ours[field], theirs[field]
 
 
 def _may_convert(ours: Mapping[str, object], theirs: Mapping[str, object], convert: bool) -> bool:
     if ours["scale_dtype"] is not None or theirs["scale_dtype"] is not None:
-        return False  # scales belong to the very codes of their cells
+        return False  # scales belong to the exact codes of their cells
     allowed = is_convertible if convert else is_lossless
     return allowed(str(ours["dtype"]), str(theirs["dtype"]))
 
 
 def repeated_layers(groups: Sequence[GroupGeometry]) -> tuple[int, ...]:
-    """The model's layers that more than one of an engine's groups claims, ascending."""
+    """Layers of the model in several groups of an engine, ascending."""
     seen: set[int] = set()
     repeated: set[int] = set()
     for group in groups:
@@ -209,7 +210,7 @@ def _pair(
 def _shared(
     sources: Sequence[GroupGeometry], targets: Sequence[GroupGeometry]
 ) -> dict[tuple[int, int], list[int]]:
-    """(target group, source group) → the layers that both have, ascending."""
+    """(target group, source group) → the layers that both groups have, ascending."""
     group_of = {layer: index for index, group in enumerate(sources) for layer in group.model_layers}
     shared: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, group in enumerate(targets):
@@ -242,7 +243,7 @@ def _differing_layers(
 def _differing_values(
     sources: Sequence[GroupGeometry], targets: Sequence[GroupGeometry], convert: bool
 ) -> dict[tuple[str, object, object], list[int]]:
-    """What differs, with both values → the layers for which it does, from all pairs of groups."""
+    """Difference with both values → the layers that differ, from all pairs of groups."""
     found: dict[tuple[str, object, object], list[int]] = defaultdict(list)
     for (target_group, source_group), layers in sorted(_shared(sources, targets).items()):
         source, target = sources[source_group], targets[target_group]
@@ -255,7 +256,7 @@ def _differing_values(
 
 
 def _kept(group: GroupGeometry) -> str | None:
-    """By what a group keeps less than all tokens; ``None`` where it keeps all."""
+    """The limit of the tokens that a group keeps; ``None`` if the group keeps all tokens."""
     if group.sliding_window is not None:
         return f"sliding_window {group.sliding_window}"
     if group.attention_chunk_size is not None:

@@ -1,8 +1,9 @@
-"""Transfer plans: which source rank gives which cells to a target rank.
+"""Transfer plans: the cells that each source rank gives to a target rank.
 
-A plan intersects the target's shard with every source shard. It knows no block ids and no bytes,
-so it is computed once per peer. Lowered onto the memory of both sides it gives tiles; bound to the
-block tables of a request it gives runs; tiles times runs are the copies.
+A plan is the intersection of the target's shard with every source shard. A plan contains no block
+ids and no bytes, so an engine computes the plan once per peer. Lowering a plan onto the memory of
+both sides gives tiles. Binding a plan to the block tables of a request gives runs. Tiles times runs
+are the copies.
 """
 
 import zlib
@@ -25,25 +26,25 @@ from kvferry.topology.group import GroupGeometry, Share
 from kvferry.topology.lowering import Piece, Places, lower_pieces
 from kvferry.topology.pairing import cell_differences
 from kvferry.topology.sharding import Int64s, ranges_text
-from kvferry.topology.tensors import Part, RankMemory
+from kvferry.topology.tensors import RankMemory, TensorPart
 
 _REMEDIES = {"dtype": "they must be equal, or without scales and convert=True given"}
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """Who gives what to one target rank. A value: equal plans are interchangeable."""
+    """The cells that each source rank gives to a target rank. Equal plans are interchangeable."""
 
     source: GroupGeometry
     target: GroupGeometry
     target_rank: int
     pieces: tuple[Piece, ...]
-    """Ascending by layer, by the source's context rank, by section, by head. Together they cover
+    """The pieces, ascending by layer, source context rank, section and head. Together they cover
     the target's cells exactly once."""
 
     @property
     def source_ranks(self) -> tuple[int, ...]:
-        """The ranks that give anything, ascending."""
+        """The source ranks that give any cell, ascending."""
         return tuple(sorted({piece.source_rank for piece in self.pieces}))
 
     @property
@@ -55,7 +56,7 @@ class TransferPlan:
 
     @property
     def conversion(self) -> tuple[str, str] | None:
-        """Source dtype and target dtype where they differ: such a plan is staged and converted."""
+        """Source dtype and target dtype if they differ; such a plan is staged and converted."""
         for ours, theirs in zip(self.source.parts, self.target.parts, strict=True):
             if ours.dtype != theirs.dtype:
                 return ours.dtype, theirs.dtype
@@ -63,9 +64,10 @@ class TransferPlan:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that leave the source for one token, which lies in one of ``source_contexts``.
+        """Number of bytes that leave the source per token; the token lies in one of
+        ``source_contexts``.
 
-        Of a state: for the one token that it is bound to.
+        For a state, the token is the last token, to which the state is bound.
         """
         nbytes = sum(
             len(piece.heads) * part.head_size * part.itemsize
@@ -76,12 +78,12 @@ class TransferPlan:
         return nbytes // max(len(self.source_contexts), 1)
 
     def for_layers(self, layers: Iterable[int]) -> "TransferPlan":
-        """The part of the plan that concerns some of the model's layers."""
+        """The part of the plan for the given layers of the model."""
         wanted = frozenset(layers)
         return replace(self, pieces=tuple(p for p in self.pieces if p.layer in wanted))
 
     def for_source(self, rank: int) -> "TransferPlan":
-        """The part of the plan that one source rank gives."""
+        """The part of the plan for a source rank."""
         return replace(self, pieces=tuple(p for p in self.pieces if p.source_rank == rank))
 
     def bind(
@@ -91,7 +93,7 @@ class TransferPlan:
         num_tokens: int,
         first_token: int = 0,
     ) -> "BoundCopies":
-        """The copies of one request: of its tokens ``[first_token, num_tokens)``.
+        """The copies for the tokens ``[first_token, num_tokens)`` of a request.
 
         >>> from kvferry.topology import EngineGeometry, ParallelShape
         >>> source = EngineGeometry(num_layers=1, num_kv_heads=1, head_size=4, dtype="float32",
@@ -102,17 +104,17 @@ class TransferPlan:
 
         Args:
             source_blocks: the source's whole block table for this group.
-            target_blocks: the target's; its null blocks (id 0) are skipped.
+            target_blocks: the target's whole block table; null blocks (id 0) are skipped.
             num_tokens: end of the span, in tokens from the start of the request.
-            first_token: start of the span. Of a state, that after the last token moves; of opaque
-                blocks, all of each.
+            first_token: start of the span. For a state, only the state after the last token moves.
+                Opaque blocks move whole.
 
         Raises:
-            ValueError: the span is no span.
-            BlockTableError: a table is too short, or names a target block twice within the span.
-            NullBlockError: the null block stands in the source within the span, where the target's
-                is not null.
-            BlockIdError: an id is negative or no whole number.
+            ValueError: the span is not valid.
+            BlockTableError: a table is too short, or contains a target block twice within the span.
+            NullBlockError: the source's table contains the null block within the span at a place
+                where the target's table does not.
+            BlockIdError: an id is negative or not a whole number.
         """
         check_span(first_token, num_tokens)
         tables = (
@@ -133,22 +135,23 @@ class TransferPlan:
         self,
         source_memory: Mapping[int, RankMemory],
         target_memory: RankMemory,
-        parts: Sequence[Part] | None = None,
+        parts: Sequence[TensorPart] | None = None,
     ) -> dict[int, Tiles]:
-        """Strided tiles per source rank; compute them once per peer.
+        """Strided tiles per source rank; compute the tiles once per peer.
 
-        With a :attr:`conversion`, ``itemsize`` is the source's and the target's strides are in the
-        target's bytes: such tiles are only for :func:`kvferry.layouts.staging.stage`.
+        If the plan has a :attr:`conversion`, ``itemsize`` is the source's item size, and the
+        target's strides are in the target's bytes. Only :func:`kvferry.layouts.staging.stage` takes
+        such tiles.
 
         Args:
-            source_memory: source rank → its memory, as the peer described it.
+            source_memory: source rank → memory of this rank, from the description of the peer.
             target_memory: the memory of ``target_rank``.
-            parts: only these parts; all of them if left out.
+            parts: the parts of a cell to lower; all parts by default.
 
         Raises:
             ValueError: a source rank of the plan is missing.
             ProtocolError: a memory lacks a tensor or a part that the plan needs.
-            BoundsError: numbers that do not fit 64 bits.
+            BoundsError: a number does not fit 64 bits.
         """
         missing = [rank for rank in self.source_ranks if rank not in source_memory]
         if missing:
@@ -171,31 +174,31 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundCopies:
-    """The copies of one request on one target rank: each source rank's tiles times its runs."""
+    """The copies of a request on a target rank: each source rank's tiles times its runs."""
 
     plan: TransferPlan
     context_runs: Mapping[int, Runs]
-    """Context rank of the source → rows of ``RUN_DTYPE``, ascending by their first token; for
-    every one that the plan reads from."""
+    """Context rank of the source → rows of ``RUN_DTYPE``, ascending by first token; for every
+    context rank from which the plan reads."""
     source_blocks: Int64s
-    """The source's whole block table."""
+    """Whole block table of the source."""
     target_blocks: Int64s
-    """The target's."""
+    """Whole block table of the target."""
     span: tuple[int, int]
-    """The first token, and the one after the last."""
+    """First token, and the token after the last token."""
 
     def runs_of(self, source_rank: int) -> Runs:
-        """What the tiles of a source rank of the plan are applied to."""
+        """The runs to which the tiles of a source rank apply."""
         return self.context_runs[self.plan.source.parallel.context_rank(source_rank)]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that move; those of null target blocks do not."""
+        """Number of tokens that move; tokens of null target blocks do not move."""
         return sum(int(runs["tokens"].sum()) for runs in self.context_runs.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes that leave the sources."""
+        """Number of bytes that leave the sources."""
         return sum(
             int(self.runs_of(rank)["tokens"].sum()) * self.plan.for_source(rank).bytes_per_token
             for rank in self.plan.source_ranks
@@ -204,13 +207,13 @@ class BoundCopies:
     def segments(
         self, source_memory: Mapping[int, RankMemory], target_memory: RankMemory
     ) -> dict[int, npt.NDArray[np.void]]:
-        """The single contiguous copies per source rank, merged, for whoever must see them.
+        """The single contiguous copies per source rank, merged, for code that needs each copy.
 
         Returns:
-            Source rank → rows of ``SEGMENT_DTYPE``: regions, byte offsets into them, bytes.
+            Source rank → rows of ``SEGMENT_DTYPE``: regions, byte offsets in the regions, bytes.
 
         Raises:
-            ValueError: the plan converts the dtype, which no copies of bytes can do.
+            ValueError: the plan converts the dtype, which copies of bytes cannot do.
             ValueError, ProtocolError: see :meth:`TransferPlan.lower`.
         """
         from kvferry.layouts.copier import expand
@@ -232,14 +235,14 @@ def check_block_ids(
 
     Args:
         copies: bound copies.
-        source_num_blocks: blocks of each source rank, or of all of them.
-        target_num_blocks: blocks of the target rank.
+        source_num_blocks: number of blocks of each source rank, or one number for all source ranks.
+        target_num_blocks: number of blocks of the target rank.
 
     Raises:
-        BlockIdError: a block id is not below the number of blocks; the message names both.
+        BlockIdError: a block id is not below the number of blocks; the message names both values.
     """
     if not copies.plan.pieces:
-        return  # nothing moves; a rank without layers of the group has no blocks of it either
+        return  # nothing moves; a rank without layers of the group also has no blocks
     if isinstance(source_num_blocks, Mapping):
         source_num_blocks = min(source_num_blocks[rank] for rank in copies.plan.source_ranks)
     for runs in copies.context_runs.values():
@@ -262,7 +265,7 @@ def plan_transfer(
     layers: Iterable[int] | None = None,
     convert: bool = False,
 ) -> TransferPlan:
-    """Plans what one target rank reads, and from whom.
+    """Plans the cells that a target rank reads from each source rank.
 
     >>> from kvferry.layouts import Layout
     >>> from kvferry.topology import EngineGeometry, ParallelShape
@@ -273,18 +276,19 @@ def plan_transfer(
     >>> plan_transfer(source=source, target=target, target_rank=1).source_ranks
     (1, 2)
 
-    Where several source ranks hold replicas of a head's cells, the choice goes round over them by
-    layer and target rank, with an offset from the target's engine id: both sides compute the same,
-    and all replicas share the work.
+    If several source ranks hold replicas of a head's cells, the plan takes the replicas in turn, by
+    layer and target rank, with an offset from the target's engine id. Both sides compute the same
+    choice, and all replicas share the work.
 
     Args:
-        source: a group of the engine that is read from.
-        target: a group of the engine that reads.
-        target_rank: who reads.
-        target_engine_id: decides the choice among replicas.
-        layers: only these of the model's layers, which both groups must have; all of the
-            target's if left out. :func:`~kvferry.topology.pairing.pair_groups` finds them.
-        convert: allow a conversion of the dtype that rounds; without it only one that does not.
+        source: a group of the source engine.
+        target: a group of the target engine.
+        target_rank: the target rank.
+        target_engine_id: engine id for the choice among replicas.
+        layers: the layers of the model to plan, which both groups must have; all layers of the
+            target by default. :func:`~kvferry.topology.pairing.pair_groups` finds the shared
+            layers.
+        convert: whether a dtype conversion that rounds is allowed; lossless conversions always are.
 
     Raises:
         ValueError: there is no such target rank, or the geometries can never match; the message
@@ -320,7 +324,7 @@ def plan_transfer(
 def _giving_contexts(
     source: GroupGeometry, target: GroupGeometry, target_rank: int
 ) -> tuple[int, ...]:
-    """The context ranks of the source that hold any token of the target rank, ascending."""
+    """The source's context ranks that hold any token of the target rank, ascending."""
     ours = target.token_shard(target_rank)
     return tuple(
         context
@@ -332,6 +336,6 @@ def _giving_contexts(
 def _layer_pieces(
     source: GroupGeometry, layer: int, share: Share, context: int, choice: int
 ) -> Iterator[Piece]:
-    """Splits what a rank wants of one layer at the borders between source ranks."""
+    """Splits a rank's share of a layer at the borders between source ranks."""
     for heads, replicas in source.owners(layer, share, context):
         yield Piece(replicas[choice % len(replicas)], layer, heads, share.part)

@@ -1,4 +1,4 @@
-"""Running bound copies between tensors of this process."""
+"""Runs bound copies between tensors of this process."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ def run_copies(
 ) -> int:
     """Copies a request's cells between tensors in host memory; changes nothing else.
 
-    In one pass, or through staging memory where the dtype is converted.
+    The copy takes one pass, or goes through staging memory if the dtype is converted.
 
     >>> import numpy as np
     >>> from kvferry.topology import EngineGeometry, ParallelShape, plan_transfer
@@ -38,15 +38,16 @@ def run_copies(
 
     Args:
         copies: bound copies.
-        sources: source rank → its tensors by name; at least the ranks and layers of the plan.
-        target: the target rank's tensors by name; at least the layers of the plan.
+        sources: source rank → tensors of the rank by name; at least the ranks and layers of the
+            plan.
+        target: tensors of the target rank by name; at least the layers of the plan.
 
     Returns:
-        The number of contiguous copies after merging; of those into staging, where there is some.
+        The number of contiguous copies after merging; if there is staging, of copies into staging.
 
     Raises:
-        ValueError: a rank or tensor is missing, or has another shape or dtype than its geometry
-            says, or a target tensor is read-only.
+        ValueError: a rank or tensor is missing, a tensor has another shape or dtype than its
+            geometry, or a target tensor is read-only.
         BlockIdError: a block id lies outside a tensor.
     """
     plan = copies.plan
@@ -94,7 +95,7 @@ def run_copies(
 def _convert(
     source: list[int], target: list[int], chunk: "StagedChunk", source_dtype: str, target_dtype: str
 ) -> int:
-    """Copies one chunk and converts its elements; returns the number of contiguous copies."""
+    """Copies a chunk and converts its elements; returns the number of contiguous copies."""
     from kvferry.layouts.copier import copy_tiles
 
     packed = np.empty(chunk.nbytes, dtype=np.uint8)

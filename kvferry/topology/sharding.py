@@ -1,7 +1,7 @@
-"""Which layers, heads and tokens each rank of an engine holds: arithmetic on ranges.
+"""The layers, heads and tokens of each rank of an engine: arithmetic on ranges.
 
-Pipeline stages share the layers of a model, TP ranks share its KV heads, and context ranks share
-the tokens of a request. No divisibility is assumed on any axis.
+Pipeline stages divide the layers of a model, TP ranks divide its KV heads, and context ranks divide
+the tokens of a request. No axis needs to divide evenly.
 """
 
 import math
@@ -18,20 +18,20 @@ import numpy.typing as npt
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
 _MAX_COUNT = 1 << 20
-"""Most layers, heads, elements, tokens per block or ranks per axis."""
+"""Largest number of layers, heads, elements, tokens per block or ranks per axis."""
 
 
 def check_count(name: str, value: int, *, most: int = _MAX_COUNT) -> int:
-    """A whole number from 1 to ``most``; by default what no engine has more of.
+    """Checks that ``value`` is a whole number from 1 to ``most``; no engine exceeds the default.
 
     Raises:
-        ValueError: it is not; the message names it.
+        ValueError: ``value`` is not such a number; the message contains ``name``.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name}: {value!r} is not a whole number")
     if value < 1:
         raise ValueError(f"{name}: {value} is less than 1")
-    # A peer's description is turned into a geometry too; absurd counts must not cost time.
+    # Geometries are also made from a peer's description; absurd counts must not cost time.
     if value > most:
         raise ValueError(f"{name}: {value} is more than {most}")
     return value
@@ -42,15 +42,16 @@ def check_count(name: str, value: int, *, most: int = _MAX_COUNT) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenShard:
-    """The tokens of one context rank.
+    """The tokens of a context rank.
 
-    The tokens of a request go round over an engine's context ranks, ``interleave_size`` at a time::
+    The tokens of a request are dealt to the engine's context ranks in turn, ``interleave_size``
+    tokens at a time::
 
         token         0 1 2 3 | 4 5 6 7 | 8 9 ...      2 ranks, interleave_size 2
         context rank  0 0 1 1 | 0 0 1 1 | 0 0 ...
         slot          0 1 0 1 | 2 3 2 3 | 4 5 ...      the token's number among its rank's own
 
-    A rank's blocks hold its own tokens, slot after slot.
+    The blocks of a rank hold the rank's own tokens, slot after slot.
 
     >>> shard = TokenShard(num_ranks=2, rank=1, interleave_size=2)
     >>> shard.slots(np.array([2, 3, 6]))  # the tokens of the picture above
@@ -62,19 +63,19 @@ class TokenShard:
     """
 
     num_ranks: int = 1
-    """Context ranks of the engine."""
+    """Number of context ranks of the engine."""
     rank: int = 0
-    """The rank's number among them."""
+    """Number of this rank among the context ranks."""
     interleave_size: int = 1
-    """Consecutive tokens that one rank holds; 1 where there is only one rank."""
+    """Number of consecutive tokens on one rank; 1 if there is only one rank."""
 
     @property
     def period(self) -> int:
-        """Tokens after which every rank has had its turn."""
+        """Number of tokens after which every rank has had its turn."""
         return self.num_ranks * self.interleave_size
 
     def slots(self, tokens: Int64s) -> Int64s:
-        """How many of the shard's tokens come before each token."""
+        """Number of the shard's tokens before each given token."""
         if self.num_ranks == 1:
             return tokens
         rounds, rest = np.divmod(tokens, self.period)
@@ -83,19 +84,19 @@ class TokenShard:
         return found
 
     def tokens(self, slots: Int64s) -> Int64s:
-        """The shard's tokens with these slots."""
+        """The shard's tokens in the given slots."""
         if self.num_ranks == 1:
             return slots
         rounds, rest = np.divmod(slots, self.interleave_size)
         return rounds * self.period + self.rank * self.interleave_size + rest
 
     def holds(self, tokens: Int64s) -> npt.NDArray[np.bool_]:
-        """Which of these tokens the rank holds."""
+        """For each given token, whether the rank holds this token."""
         found: npt.NDArray[np.bool_] = tokens // self.interleave_size % self.num_ranks == self.rank
         return found
 
     def meets(self, other: "TokenShard") -> bool:
-        """Whether the two hold any token alike.
+        """Whether the two shards have a token in common.
 
         >>> one = TokenShard(num_ranks=4, rank=1, interleave_size=2)  # 2, 3, 10, 11, ...
         >>> [one.meets(TokenShard(num_ranks=2, rank=rank)) for rank in (0, 1)]
@@ -103,8 +104,9 @@ class TokenShard:
         >>> one.meets(TokenShard(num_ranks=2, rank=0, interleave_size=2))  # 0, 1, 4, 5, 8, 9, ...
         False
         """
-        # Turns [a, a + m) every S tokens and [b, b + n) every T: a - b takes every value that is
-        # equal modulo gcd(S, T), and two turns meet where -m < a - b < n.
+        # One shard holds [a, a + m) every S tokens, the other shard holds [b, b + n) every T
+        # tokens. The difference a - b takes every value that is equal modulo gcd(S, T), and two
+        # such intervals meet if -m < a - b < n.
         common = math.gcd(self.period, other.period)
         apart = self.rank * self.interleave_size - other.rank * other.interleave_size
         apart %= common
@@ -116,7 +118,7 @@ class TokenShard:
 
 @dataclass(frozen=True, slots=True)
 class RankCoordinates:
-    """A rank's place on each axis of its engine."""
+    """The coordinates of a rank on each axis of its engine."""
 
     pp: int
     pcp: int
@@ -125,7 +127,7 @@ class RankCoordinates:
 
 @dataclass(frozen=True, slots=True)
 class ParallelShape:
-    """Ranks per axis of one engine; ``rank = (pp_rank * pcp + pcp_rank) * tp + tp_rank``.
+    """Number of ranks per axis of an engine; ``rank = (pp_rank * pcp + pcp_rank) * tp + tp_rank``.
 
     >>> ParallelShape(tp=4, pp=2).coordinates(6)
     RankCoordinates(pp=1, pcp=0, tp=2)
@@ -135,16 +137,16 @@ class ParallelShape:
     """
 
     tp: int = 1
-    """Tensor-parallel ranks: they share the heads."""
+    """Number of tensor-parallel ranks, which divide the heads."""
     pp: int = 1
-    """Pipeline stages: they share the layers."""
+    """Number of pipeline stages, which divide the layers."""
     dcp: int = 1
-    """Decode-context-parallel ranks; they lie inside TP."""
+    """Number of decode-context-parallel ranks; they lie inside TP."""
     pcp: int = 1
-    """Prefill-context-parallel ranks."""
+    """Number of prefill-context-parallel ranks."""
     interleave_size: int = 1
-    """Consecutive tokens on one context rank (vLLM: ``cp_kv_cache_interleave_size``); without
-    context parallelism it says nothing."""
+    """Number of consecutive tokens on one context rank (vLLM: ``cp_kv_cache_interleave_size``);
+    ignored without context parallelism."""
 
     def __post_init__(self) -> None:
         for axis in ("tp", "pp", "dcp", "pcp", "interleave_size"):
@@ -152,18 +154,18 @@ class ParallelShape:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the engine."""
+        """Number of ranks of the engine."""
         return self.pp * self.pcp * self.tp
 
     @property
     def num_context_ranks(self) -> int:
-        """Ranks over which the tokens of a request are spread."""
+        """Number of ranks over which the tokens of a request are spread."""
         return self.dcp * self.pcp
 
     def context_rank(self, rank: int) -> int:
-        """A rank's number among them: ``pcp_rank * dcp + dcp_rank``.
+        """The number of a rank among the context ranks: ``pcp_rank * dcp + dcp_rank``.
 
-        The ranks that hold one head are neighbours in TP, and take turns in DCP.
+        The ranks that hold one head are neighbours in TP, and DCP deals them out in turn.
 
         >>> [ParallelShape(tp=4, pcp=2, dcp=2).context_rank(rank) for rank in range(8)]
         [0, 1, 0, 1, 2, 3, 2, 3]
@@ -174,8 +176,9 @@ class ParallelShape:
         at = self.coordinates(rank)
         return at.pcp * self.dcp + at.tp % self.dcp
 
+    @lru_cache(maxsize=1024)  # noqa: B019 - a value of a few numbers; each load asks for the same
     def token_shard(self, rank: int) -> TokenShard:
-        """Which tokens of a request a rank holds.
+        """A rank's tokens of a request.
 
         Raises:
             ValueError: there is no such rank.
@@ -183,12 +186,12 @@ class ParallelShape:
         return self.shard_of_context(self.context_rank(rank))
 
     def shard_of_context(self, context: int) -> TokenShard:
-        """Which tokens the ranks with this context rank hold."""
+        """The tokens of the ranks with this context rank."""
         count = self.num_context_ranks
         return TokenShard(count, context, self.interleave_size if count > 1 else 1)
 
     def coordinates(self, rank: int) -> RankCoordinates:
-        """Where a rank stands on each axis.
+        """The coordinates of a rank on each axis.
 
         Raises:
             ValueError: there is no such rank.
@@ -202,12 +205,13 @@ class ParallelShape:
 
 # ---- heads ---------------------------------------------------------------------------------------
 #
-# With more heads than ranks, neighbouring heads share a rank; with more ranks than heads,
-# neighbouring ranks hold replicas of one head, over which context parallelism spreads its tokens.
+# If there are more heads than ranks, neighbouring heads share a rank. If there are more ranks than
+# heads, neighbouring ranks hold replicas of one head, and context parallelism spreads the tokens of
+# this head over the replicas.
 
 
 def heads_of(tp_rank: int, tp: int, num_kv_heads: int) -> range:
-    """The heads of one TP rank; never empty.
+    """The heads of a TP rank; never empty.
 
     >>> [heads_of(rank, 2, 3) for rank in range(2)]
     [range(0, 1), range(1, 3)]
@@ -217,7 +221,7 @@ def heads_of(tp_rank: int, tp: int, num_kv_heads: int) -> range:
 
 
 def replicas_of(head: int, tp: int, num_kv_heads: int) -> range:
-    """The TP ranks that hold a head.
+    """The TP ranks with a head.
 
     >>> [replicas_of(head, 5, 2) for head in range(2)]
     [range(0, 3), range(3, 5)]
@@ -229,7 +233,7 @@ def replicas_of(head: int, tp: int, num_kv_heads: int) -> range:
 
 
 def split_heads(heads: range, tp: int, num_kv_heads: int) -> Iterator[tuple[range, range]]:
-    """Splits heads at the borders between TP ranks: some heads, and the ranks that hold them.
+    """Splits heads at the borders between TP ranks; yields some heads and the ranks that hold them.
 
     >>> list(split_heads(range(1, 4), 2, 4))
     [(range(1, 2), range(0, 1)), (range(2, 4), range(1, 2))]
@@ -245,10 +249,10 @@ def split_heads(heads: range, tp: int, num_kv_heads: int) -> Iterator[tuple[rang
 
 
 def query_heads_of(tp_rank: int, tp: int, num_kv_heads: int, num_query_heads: int) -> range:
-    """The query heads that one TP rank computes; may be empty.
+    """The query heads that a TP rank computes; may be empty.
 
-    They follow their KV head. Where that is replicated, its group of query heads is divided
-    contiguously over the replicas.
+    Query heads follow their KV head. If a KV head is replicated, its group of query heads is
+    divided contiguously over the replicas.
 
     >>> [query_heads_of(rank, 3, 1, 4) for rank in range(3)]
     [range(0, 1), range(1, 2), range(2, 4)]
@@ -273,7 +277,7 @@ def check_dcp(dcp: int, tp: int, num_kv_heads: int) -> None:
     """Checks that decode context parallelism divides the replicas of every head.
 
     Raises:
-        ValueError: it does not; the message says how many replicas there are.
+        ValueError: dcp does not divide them; the message contains the number of replicas.
     """
     most, remainder = divmod(tp, num_kv_heads) if tp > num_kv_heads else (1, 0)
     if dcp > 1 and (remainder or most % dcp):
@@ -289,7 +293,7 @@ def check_dcp(dcp: int, tp: int, num_kv_heads: int) -> None:
 
 @lru_cache(maxsize=256)  # plans ask for every layer
 def default_split(num_layers: int, pp: int) -> tuple[int, ...]:
-    """Layers per stage where nobody says otherwise.
+    """The default number of layers per stage.
 
     >>> default_split(10, pp=4)
     (2, 3, 3, 2)
@@ -299,19 +303,19 @@ def default_split(num_layers: int, pp: int) -> tuple[int, ...]:
     """
     _check_stages(num_layers, pp)
     base, remainder = divmod(num_layers, pp)
-    # The last stage also computes the logits, so it is the last to get one more.
+    # The last stage also computes the logits, so it is the last stage to get one more layer.
     return tuple(base + (pp - 1 - remainder <= stage < pp - 1) for stage in range(pp))
 
 
 def split_of_group(layer_indices: Sequence[int], stage_layers: Iterable[int]) -> tuple[int, ...]:
-    """How many of a group's layers lie on each stage: the ``layer_split`` of its geometry.
+    """The number of a group's layers on each stage: the ``layer_split`` of the group's geometry.
 
     >>> split_of_group([2, 5, 6], stage_layers=[2, 3, 3])  # the stages hold 0-1, 2-4 and 5-7
     (0, 1, 2)
 
     Args:
-        layer_indices: the group's layers, ascending, by their indices in the model.
-        stage_layers: layers of the whole model per stage, first stage first.
+        layer_indices: indices in the model of the group's layers, ascending.
+        stage_layers: number of layers of the whole model per stage, first stage first.
     """
     edges = [bisect_left(layer_indices, edge) for edge in accumulate(stage_layers, initial=0)]
     return tuple(last - first for first, last in pairwise(edges))
@@ -321,7 +325,7 @@ def check_indices(num_layers: int, layer_indices: tuple[int, ...]) -> None:
     """Checks the indices of a group's layers.
 
     Raises:
-        ValueError: they are not ``num_layers`` whole numbers, 0 or more and ascending.
+        ValueError: the indices are not ``num_layers`` ascending whole numbers from 0.
     """
     if len(layer_indices) != num_layers:
         raise ValueError(
@@ -344,11 +348,11 @@ def check_split(
     """Checks how a group's layers are split over the stages.
 
     Raises:
-        ValueError: the split does not fit; the message says what would.
+        ValueError: the split does not fit; the message describes a split that fits.
     """
     if split is None:
         if layer_indices is not None and pp > 1:
-            # The default splits the whole model, of which a group knows only its own layers.
+            # The default splits the whole model, but a group knows only its own layers.
             raise ValueError(
                 f"layer_split: missing, with layer_indices and pp={pp}; say how many of these "
                 "layers each stage holds, as split_of_group does"
@@ -369,7 +373,7 @@ def _check_stages(num_layers: int, pp: int) -> None:
 
 
 def joined_ranges(numbers: Iterable[int]) -> list[range]:
-    """Ascending numbers, neighbours as one range.
+    """Joins neighbours in ascending numbers into ranges.
 
     >>> joined_ranges([0, 1, 2, 5])
     [range(0, 3), range(5, 6)]
@@ -384,7 +388,7 @@ def joined_ranges(numbers: Iterable[int]) -> list[range]:
 
 
 def ranges_text(numbers: Iterable[int], most: int = 16) -> str:
-    """Ascending numbers, neighbours joined.
+    """Formats ascending numbers as text; neighbours are joined.
 
     >>> ranges_text([0, 1, 2, 5, 7, 8])
     '0-2, 5, 7-8'
@@ -393,7 +397,7 @@ def ranges_text(numbers: Iterable[int], most: int = 16) -> str:
 
     Args:
         numbers: the numbers.
-        most: ranges that are named; how many there are may be a peer's choice.
+        most: largest number of ranges in the text; a peer may choose how many ranges there are.
     """
     runs = joined_ranges(numbers)
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:most])

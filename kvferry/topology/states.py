@@ -1,17 +1,20 @@
-"""Groups of recurrent layers: state that is not made of tokens.
+"""Groups of recurrent layers: state that does not consist of tokens.
 
-A recurrent layer (Mamba, linear attention) keeps one state, that after the last token, in the block
-of that token. Its cells are ``(layer, name, channel)``; TP divides the channels section by section,
-by the rule that divides KV heads. The convolution's state of Mamba2, on a rank of a few::
+A recurrent layer (Mamba, linear attention) keeps one state, the state after the last token, in the
+block of this token. The cells of a state are ``(layer, name, channel)``. TP divides the channels
+section by section, by the same rule as KV heads. The convolution's state of Mamba2, on one rank of
+several::
 
     channels  | x: one unit per head of the mixer | B: one per group | C: one per group |
     the rank  | its heads                         | its groups       | its groups       |
 
-Ranks that outnumber the units of a section hold replicas; a section of one unit is replicated.
+If there are more ranks than units of a section, ranks hold replicas; a section of one unit is
+replicated on every rank.
 
-In terms of tiles and runs a channel is what a head is to attention, and the state is one token, the
-last of the request: it has no place of its own inside the block (a token stride of 0), and a group
-of such layers keeps the tokens that a window of :data:`STATE_WINDOW` keeps.
+In terms of tiles and runs, a channel corresponds to a head of attention, and the state corresponds
+to one token, the last token of the request. The state has no place of its own inside the block (its
+token stride is 0). A group of recurrent layers keeps the tokens that a window of
+:data:`STATE_WINDOW` keeps.
 """
 
 import math
@@ -26,69 +29,69 @@ import msgspec
 from kvferry.layouts.layout import Box, CellStrides, Layout
 from kvferry.topology.group import GroupGeometry, Share
 from kvferry.topology.sharding import check_count, heads_of, split_heads
-from kvferry.topology.tensors import ITEMSIZES, Part, TensorKind, dtype_name
+from kvferry.topology.tensors import ITEMSIZES, TensorKind, TensorPart, dtype_name
 
 STATE_WINDOW = 2
-"""The window that keeps what a state is: the last token, and the one that comes next."""
+"""Number of tokens of the window that keeps a state: the last token and the next token."""
 
 _PLAIN = Layout("BHD")
 _ORDERS = (_PLAIN, Layout("BDH"))
 _MAX_SECTIONS = 64
-"""Sections of all states of a layer: a peer's description must not cost time."""
+"""Largest number of sections of all states of a layer; a peer's description must not cost time."""
 
 
-# ---- what a layer keeps ------------------------------------------------------------------------
+# ---- the states of a layer ---------------------------------------------------------------------
 
 
 class StateSection(msgspec.Struct, frozen=True, kw_only=True):
-    """Neighbouring channels of a recurrent state that TP divides by one rule."""
+    """Neighbouring channels of a recurrent state that TP divides by the same rule."""
 
     name: str
     num_units: int
-    """What TP divides, as it divides KV heads: with replicas where ranks outnumber them, so that
-    every rank holds a section of one unit."""
+    """Number of units that TP divides, by the same rule as KV heads. If there are more ranks than
+    units, ranks hold replicas; so every rank holds a section of one unit."""
     unit_size: int = 1
-    """Channels per unit."""
+    """Number of channels per unit."""
 
     def channels_of(self, units: range) -> range:
-        """The channels of some units."""
+        """The channels of the given units."""
         return range(units.start * self.unit_size, units.stop * self.unit_size)
 
 
 class StatePart(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of the state that a recurrent layer keeps per request."""
+    """A tensor of a recurrent layer's state, kept per request."""
 
     name: str
-    """As in ``layer.0.conv``."""
+    """Name of the state, for example ``conv`` in ``layer.0.conv``."""
     dtype: str
     sections: tuple[StateSection, ...]
-    """In the order of their channels."""
+    """Sections of the state, in the order of their channels."""
     channel_size: int = 1
-    """Elements per channel: all other dims of the state."""
+    """Number of elements per channel: the product of all other dims of the state."""
 
     @property
     def num_channels(self) -> int:
-        """Channels of the model, in all sections."""
+        """Number of channels of the model, in all sections."""
         return sum(section.num_units * section.unit_size for section in self.sections)
 
     def part_name(self, section: StateSection) -> str:
-        """How a section is called among the parts of a group, ``"conv.x"``."""
+        """The name of a section among the parts of a group, for example ``"conv.x"``."""
         return f"{self.name}.{section.name}"
 
 
 def state_part(
     name: str, dtype: Any, sections: dict[str, tuple[int, int]], channel_size: int = 1
 ) -> StatePart:
-    """A state, checked.
+    """Makes the part of a recurrent state and checks it.
 
     >>> state_part("conv", "bfloat16", {"x": (48, 64), "B": (1, 128)}, 3).num_channels
     3200
 
     Args:
-        name: of the state among those of its layer, and of its tensors: ``layer.0.conv``.
+        name: name of the state within its layer, and in its tensors (``conv`` in ``layer.0.conv``).
         dtype: a torch dtype or its name.
         sections: name → units and channels per unit, in the order of the channels.
-        channel_size: elements per channel, all other dims of the state.
+        channel_size: number of elements per channel, the product of all other dims of the state.
 
     Raises:
         ValueError: a value is out of its range.
@@ -116,7 +119,8 @@ def mamba2_states(
     dtype: Any,
     ssm_dtype: Any = None,
 ) -> tuple[StatePart, ...]:
-    """The two states of a Mamba2 layer: the last inputs of its convolution, and the SSM's state.
+    """The two states of a Mamba2 layer: the last inputs of its convolution, and the state of the
+    SSM.
 
     Shapes as in vLLM 0.32 (``MambaStateShapeCalculator.mamba2_state_shape``): the convolution runs
     over x, B and C, and keeps the last ``conv_kernel - 1`` inputs of each channel; the SSM keeps
@@ -127,13 +131,13 @@ def mamba2_states(
     [3328, 48]
 
     Args:
-        num_heads: heads of the mixer; x has ``head_size`` channels for each.
+        num_heads: heads of the mixer; x has ``head_size`` channels per head.
         head_size: channels per head.
         state_size: elements of the SSM's state per channel; channels of B and C per group.
-        num_groups: groups of B and C; replicated where there are more TP ranks.
-        conv_kernel: inputs that one output of the convolution depends on.
-        dtype: of the convolution's state.
-        ssm_dtype: of the SSM's state, if it differs.
+        num_groups: groups of B and C; replicated if there are more TP ranks than groups.
+        conv_kernel: number of inputs on which an output of the convolution depends.
+        dtype: dtype of the convolution's state.
+        ssm_dtype: dtype of the SSM's state, if it differs.
 
     Raises:
         ValueError: a value is out of its range.
@@ -157,7 +161,7 @@ def gated_delta_net_states(
     delta_dtype: Any = None,
     order: str = "vk",
 ) -> tuple[StatePart, ...]:
-    """The two states of a gated delta net: its convolution's last inputs, and its matrices.
+    """The two states of a gated delta net: the last inputs of its convolution, and its matrices.
 
     Shapes as in vLLM 0.32 (``MambaStateShapeCalculator.gated_delta_net_state_shape``): the
     convolution runs over queries, keys and values; each head of the values keeps a matrix.
@@ -170,12 +174,12 @@ def gated_delta_net_states(
         num_heads: heads of the values.
         head_size: elements of a value per head.
         key_head_size: elements of a query or key per head.
-        key_size: channels of all queries, and as many of all keys.
-        conv_kernel: inputs that one output of the convolution depends on.
-        dtype: of the convolution's state.
-        delta_dtype: of the matrices, if it differs.
-        order: of a matrix's dims, values' and keys'; kernels differ. It is in the state's name, so
-            that engines of different orders do not pair.
+        key_size: channels of all queries; all keys have the same number of channels.
+        conv_kernel: number of inputs on which an output of the convolution depends.
+        dtype: dtype of the convolution's state.
+        delta_dtype: dtype of the matrices, if it differs.
+        order: order of a matrix's dims, values (v) and keys (k); kernels differ in this order. The
+            order is part of the state's name, so that engines with different orders do not pair.
 
     Raises:
         ValueError: a value is out of its range.
@@ -192,7 +196,7 @@ def _check_states(states: tuple[StatePart, ...]) -> None:
     """Checks the states of a layer.
 
     Raises:
-        ValueError: a count below 1, an unknown dtype, a name that stands twice.
+        ValueError: a count is below 1, a dtype is unknown, or a name occurs twice.
     """
     names = [state.part_name(section) for state in states for section in state.sections]
     if not states or not all(state.sections for state in states) or len(names) > _MAX_SECTIONS:
@@ -215,12 +219,12 @@ def _check_states(states: tuple[StatePart, ...]) -> None:
             check_count(f"{where}: unit_size", section.unit_size)
 
 
-# ---- groups of such layers ---------------------------------------------------------------------
+# ---- groups of recurrent layers ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateGeometry(GroupGeometry):
-    """One KV cache group of recurrent layers.
+    """A KV cache group of recurrent layers.
 
     >>> from kvferry.topology import ParallelShape
     >>> group = StateGeometry(
@@ -232,25 +236,27 @@ class StateGeometry(GroupGeometry):
     >>> group.cache_shape(1, 10, "conv"), group.cache_shape(1, 10, "ssm")
     ((10, 3, 448), (10, 3, 8192))
 
-    A block holds one state, that after the last token of the request in it: with vLLM's
-    ``mamba_cache_mode`` ``"none"`` a request has one block, as long as the longest request; with
-    ``"all"`` one per ``block_size`` tokens. A page, padded or not, holds all states of a layer.
+    A block holds one state, the state after the last token of the request in this block. With
+    vLLM's ``mamba_cache_mode`` ``"none"``, a request has one block, as long as the longest request;
+    with ``"all"``, a request has one block per ``block_size`` tokens. A page, padded or not, holds
+    all states of a layer.
 
     Raises:
-        ValueError: a value is out of its range, the layout cannot hold a state, or the parallel
-            shape has context ranks.
+        ValueError: a value is out of range, the layout cannot hold a state, or the parallel shape
+            has context ranks.
     """
 
     states: tuple[StatePart, ...]
-    """What each layer keeps, one tensor per state, in the order in which it lies in its page."""
+    """States of each layer, a tensor per state, in the order of the states in a page."""
     layout: Layout = _PLAIN
-    """Where channels (H) and their elements (D) lie in a state of one block: ``"BHD"``, ``"BDH"``,
-    or by the names of states, ``"B(conv=DH,ssm=HD)"``."""
+    """Places of channels (H) and their elements (D) in a state of one block: ``"BHD"``, ``"BDH"``,
+    or an order per state, ``"B(conv=DH,ssm=HD)"``."""
 
     is_recurrent: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        # By the class's name: one with slots is another than the one that super() would look for.
+        # Called by class name: a class with slots is replaced by a new class, so super() would
+        # fail.
         GroupGeometry.__post_init__(self)
         self._set(states=tuple(self.states))
         _check_states(self.states)
@@ -260,7 +266,7 @@ class StateGeometry(GroupGeometry):
                 f"parallel: dcp={shape.dcp} x pcp={shape.pcp} ranks share the tokens of a request, "
                 "but a recurrent state is not made of tokens; give it dcp=1 and pcp=1"
             )
-        self.kinds(shape.tp - 1)  # raises; no rank has more of any section than the last one
+        self.kinds(shape.tp - 1)  # raises; no rank has more of any section than the last rank
 
     @property
     def sliding_window(self) -> int:
@@ -269,12 +275,12 @@ class StateGeometry(GroupGeometry):
 
     @property
     def attention_chunk_size(self) -> None:
-        """States are not kept by chunks."""
+        """Always ``None``: states are not kept by chunks."""
         return None
 
     @property
     def cells(self) -> Mapping[str, object]:
-        """What a cell is; see :attr:`GroupGeometry.cells`."""
+        """The properties of a cell; see :attr:`GroupGeometry.cells`."""
         texts = []
         for state in self.states:
             sections = ", ".join(f"{s.name} {s.num_units}*{s.unit_size}" for s in state.sections)
@@ -282,21 +288,21 @@ class StateGeometry(GroupGeometry):
         return {"recurrent_state": "; ".join(texts)}
 
     def kinds(self, rank: int) -> tuple[TensorKind, ...]:
-        """What lies in the tensors of each state."""
+        """The content of the tensors of each state."""
         tp_rank = self.rank_coordinates(rank).tp
         return _kinds(self.states, self.layout, self.page_size_padded, tp_rank, self.parallel.tp)
 
     def tensors(self, rank: int) -> dict[str, TensorKind]:
-        """A rank's tensors: name → what lies in it; the states of a layer share its pages."""
+        """Name → content of each tensor of a rank; states of one layer share the same pages."""
         kinds = self.kinds(rank)
         return {name + kind.suffix: kind for name in self._tensor_owners(rank) for kind in kinds}
 
     def first_bound_token(self, first_token: int, num_tokens: int) -> int:
-        """The last token of a span: only it has cells."""
+        """The last token of a span; only this token has cells."""
         return max(first_token, num_tokens - 1)
 
     def shares(self, rank: int) -> tuple[Share, ...]:
-        """What a rank holds of each of its layers: its channels of each section, in their order."""
+        """A rank's channels of each section, in each of its layers, in order."""
         tp_rank, tp = self.rank_coordinates(rank).tp, self.parallel.tp
         return tuple(
             Share(
@@ -308,7 +314,7 @@ class StateGeometry(GroupGeometry):
         )
 
     def split_share(self, share: Share) -> Iterator[tuple[range, range]]:
-        """Splits channels at the borders between TP ranks: some channels, and the ranks."""
+        """Splits channels at the borders between TP ranks; yields some channels and their ranks."""
         (section,) = (
             section
             for state in self.states
@@ -321,35 +327,35 @@ class StateGeometry(GroupGeometry):
             yield section.channels_of(some), replicas
 
 
-# ---- their tensors -----------------------------------------------------------------------------
+# ---- tensors of the states ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateKind(TensorKind):
-    """One state of a rank: a tensor of its sections' channels, one after the other.
+    """A state of a rank: a tensor of the channels of its sections, section after section.
 
-    All states of a layer lie in its page, in their order; ``page_size_padded`` is always given.
+    All states of a layer lie in the layer's page, in order; ``page_size_padded`` is always given.
     """
 
     name: str
-    """Of the state."""
+    """Name of the state."""
     channels: tuple[int, ...]
-    """Channels of each section on this rank; ``heads`` of them in all."""
+    """Number of channels of each section on this rank; their sum is ``heads``."""
 
     @property
     def part_sizes(self) -> tuple[tuple[str, int], ...]:
-        """The whole state, and elements per channel."""
+        """Name of the whole state and number of elements per channel."""
         return ((self.name, self.parts[0].head_size),)
 
     def part_box(self, box: Box, part: str) -> Box:
-        """What of it one section holds."""
+        """The part of ``box`` for one section."""
         names = [each.name for each in self.parts]
         return box._replace(heads=self.channels[names.index(part)])
 
     def part_strides(
         self, box: Box, strides: Sequence[int] | None = None
     ) -> dict[str, CellStrides]:
-        """Where the channels of each section lie, in bytes."""
+        """The place of the channels of each section, in bytes."""
         whole = TensorKind.part_strides(self, box, strides)[self.name]
         firsts = accumulate(self.channels, initial=0)
         return {
@@ -366,15 +372,15 @@ def _kinds(
     tp_rank: int,
     tp: int,
 ) -> tuple[StateKind, ...]:
-    """The states of a layer on a TP rank, in the order in which they lie in its page.
+    """The states of a layer on a TP rank, in the order in which they lie in the layer's page.
 
     Args:
-        states: of the layer.
-        layout: B, and for all states or by the names of states the order of channels (H) and of
-            their elements (D).
-        page_size_padded: bytes of a page, if it is more than its states need.
-        tp_rank: whose.
-        tp: ranks that share the channels.
+        states: the states of the layer.
+        layout: B, and the order of channels (H) and their elements (D), for all states or per state
+            by name.
+        page_size_padded: bytes of a page, if larger than the states need.
+        tp_rank: the TP rank of the states.
+        tp: number of TP ranks.
 
     Raises:
         ValueError: the layout does not hold a state.
@@ -419,7 +425,7 @@ def _kind(state: StatePart, order: Layout, page_offset: int, tp_rank: int, tp: i
         suffix=f".{state.name}",
         layout=order,
         parts=tuple(
-            Part(state.part_name(section), state.channel_size, state.dtype)
+            TensorPart(state.part_name(section), state.channel_size, state.dtype)
             for section in state.sections
         ),
         tokens=1,

@@ -1,11 +1,11 @@
-"""The tensors that hold a rank's cells: what lies in one of them, and where.
+"""The tensors that hold a rank's cells: the content of each tensor, and the place of each cell.
 
 The parts of a cell (``k`` and ``v``, or one latent) lie in the layers' own tensors. Scales of a
-quantised cache have another dtype, and tensors of their own beside each: ``layer.0.k_scale`` with
-one element per token and head. Those may be views into the same memory; names and strides are all
-that counts.
+quantised cache have another dtype and lie in separate tensors: ``layer.0.k_scale`` with an element
+per token and head. Tensors of scales may be views into the same memory; only names and strides
+matter.
 
-:class:`RankMemory` and what it is made of are also what the handshake carries.
+The handshake carries :class:`RankMemory` and the structs in it.
 """
 
 import math
@@ -17,7 +17,7 @@ import msgspec
 
 from kvferry.layouts.layout import Box, CellStrides, Layout
 
-#: Bytes per element of every dtype a KV cache may have.
+#: Number of bytes per element of every dtype that a KV cache may have.
 ITEMSIZES = {
     **dict.fromkeys(("float64", "int64", "uint64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32"), 4),
@@ -28,13 +28,13 @@ ITEMSIZES = {
 
 
 def dtype_name(dtype: Any) -> str:
-    """The bare name of a torch or NumPy dtype, or of a name.
+    """The bare name of a torch dtype, a NumPy dtype or a dtype name.
 
     >>> dtype_name("torch.bfloat16"), dtype_name("float32")
     ('bfloat16', 'float32')
 
     Raises:
-        ValueError: not a dtype that a KV cache may have.
+        ValueError: a KV cache cannot have this dtype.
     """
     text = dtype.__name__ if isinstance(dtype, type) else str(dtype)
     name = text.removeprefix("torch.")
@@ -43,89 +43,89 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
-# ---- where cells lie ---------------------------------------------------------------------------
+# ---- places of cells ---------------------------------------------------------------------------
 
 
 class TensorMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """One KV cache tensor of a rank: its place in a region, and the strides of its parts."""
+    """A KV cache tensor of a rank: its place in a region, and the strides of its parts."""
 
     name: str
     region: int
-    """Index into the rank's regions."""
+    """Index of the region among the rank's regions."""
     offset: int
-    """Bytes from the start of the region to the tensor's first element."""
+    """Number of bytes from the start of the region to the first element of the tensor."""
     parts: dict[str, CellStrides]
-    """Name of a part (``k``, ``v``) → where its cells lie in the tensor, in bytes."""
+    """Name of a part (``k``, ``v``) → place of its cells in the tensor, in bytes."""
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV memory of one rank for one group."""
+    """The KV memory of a rank for a group."""
 
     num_blocks: int
-    """Blocks that the strides may index, the null block included."""
+    """Number of blocks that the strides may index, including the null block."""
     region_bytes: tuple[int, ...]
-    """Size of each region in bytes."""
+    """Number of bytes of each region."""
     tensors: tuple[TensorMemory, ...]
 
 
-# ---- what lies there ---------------------------------------------------------------------------
+# ---- content of tensors ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One kind of content of a cell."""
+class TensorPart:
+    """A part of a cell, such as ``k``."""
 
     name: str
-    """``k`` and ``v``, or ``latent`` for MLA; ``k_scale`` and so on for the scales of one."""
+    """Name of the part: ``k`` and ``v``, or ``latent`` for MLA; ``k_scale`` etc. for scales."""
     head_size: int
-    """Elements per head."""
+    """Number of elements per head."""
     dtype: str
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """Number of bytes per element."""
         return ITEMSIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorKind:
-    """What all tensors of one kind on one rank have alike."""
+    """The properties that all tensors of one kind on one rank share."""
 
     suffix: str
-    """What follows the layer's name in theirs: nothing, or ``.k_scale``."""
+    """Suffix of the tensor's name after the layer's name: empty, or for example ``.k_scale``."""
     layout: Layout
-    parts: tuple[Part, ...]
-    """Of one dtype, in the order in which they lie."""
+    parts: tuple[TensorPart, ...]
+    """Parts, all of the same dtype, in the order in which they lie in memory."""
     tokens: int
-    """Places per block, one per token; a state has one place per block."""
+    """Number of places per block, a place per token; a state has one place per block."""
     heads: int
-    """Heads of the rank, or channels of a state."""
+    """Number of heads of the rank, or of channels of a state."""
     page_size_padded: int | None = None
-    """Bytes from one block of one layer to the next; dense if ``None``."""
+    """Number of bytes from a block of a layer to the next block; dense if ``None``."""
     page_offset: int = 0
-    """Bytes from the start of a page to its cells. If it is not 0, its cells lie in the pages of
-    the tensor before it."""
+    """Number of bytes from the start of a page to the cells of this kind. If this number is not 0,
+    the cells lie in the pages of the tensor before."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """Number of bytes per element."""
         return self.parts[0].itemsize
 
     @property
     def part_sizes(self) -> tuple[tuple[str, int], ...]:
-        """Name and elements per head of each part."""
+        """Name and number of elements per head of each part."""
         return tuple((part.name, part.head_size) for part in self.parts)
 
     def box(self, layers: int, blocks: int) -> Box:
-        """What a tensor of this kind holds, if it holds so many layers and blocks."""
+        """The extents of a tensor of this kind with ``layers`` layers and ``blocks`` blocks."""
         return Box(layers, blocks, self.tokens, self.heads, self.part_sizes)
 
     def part_box(self, box: Box, part: str) -> Box:
-        """What of ``box`` one of the parts holds, elements apart."""
+        """The extents of a part in ``box``, without the elements."""
         return box
 
     def nbytes(self, box: Box) -> int:
-        """Bytes of a tensor that holds ``box``, padding included."""
+        """Number of bytes of a tensor with the extents ``box``, including padding."""
         if self.page_size_padded is not None:
             return self.page_size_padded * box.blocks * box.layers
         return math.prod(self.layout.shape(box)) * self.itemsize
@@ -146,7 +146,7 @@ class TensorKind:
     def part_strides(
         self, box: Box, strides: Sequence[int] | None = None
     ) -> dict[str, CellStrides]:
-        """Where the cells of each part lie in a tensor that holds ``box``, in bytes."""
+        """The place of the cells of each part in a tensor with the extents ``box``, in bytes."""
         if strides is None:
             strides = self.strides(self.layout.shape(box))
         return self.layout.strides(box, strides)
@@ -155,12 +155,13 @@ class TensorKind:
 def dense_memory(
     tensors: Sequence[tuple[str, TensorKind, Box]], num_blocks: int, *, region_per_tensor: bool
 ) -> RankMemory:
-    """The memory of a rank whose tensors lie one after the other, or each in a region of its own.
+    """The memory of a rank whose tensors lie end to end, or each in its own region.
 
     Args:
-        tensors: name, kind and content of each, in the order in which they lie.
-        num_blocks: blocks of each, the null block included.
-        region_per_tensor: otherwise all lie in region 0. Tensors that share pages share a region.
+        tensors: name, kind and extents of each tensor, in the order in memory.
+        num_blocks: number of blocks of each tensor, including the null block.
+        region_per_tensor: whether each tensor has its own region; otherwise all tensors lie in
+            region 0. Tensors that share pages always share a region.
     """
     placed: list[TensorMemory] = []
     sizes: list[int] = []

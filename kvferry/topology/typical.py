@@ -1,4 +1,4 @@
-"""A typical request, by which the way of its cells is chosen and its cost is told."""
+"""A typical request, for choosing the path of its cells and estimating the cost."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -11,7 +11,7 @@ from kvferry.topology.plan import BoundCopies, TransferPlan
 from kvferry.topology.tensors import RankMemory
 
 TYPICAL_TOKENS = 2048
-"""Tokens of a typical request."""
+"""Number of tokens of a typical request."""
 
 
 def typical_copies(
@@ -20,7 +20,7 @@ def typical_copies(
     first_token: int = 0,
     seed: int | None = None,
 ) -> BoundCopies:
-    """A request's copies whose block tables are shuffled, or in order without a seed."""
+    """The copies of a request with shuffled block tables; tables are in order without a seed."""
     tables = [
         np.arange(1, table_blocks(geometry, num_tokens) + 1)
         for geometry in (plan.source, plan.target)
@@ -32,30 +32,30 @@ def typical_copies(
 
 
 def table_blocks(geometry: GroupGeometry, num_tokens: int) -> int:
-    """Entries of the block table of so many tokens."""
+    """Number of entries in the block table of ``num_tokens`` tokens."""
     return -(-num_tokens // geometry.virtual_block_size)
 
 
 @lru_cache(maxsize=1024)  # every target rank asks for the same source ranks
 def dense_memory_of(geometry: GroupGeometry, rank: int, num_tokens: int) -> RankMemory:
-    """A rank's memory with room for a request of so many tokens."""
+    """The memory of a rank with room for a request of ``num_tokens`` tokens."""
     return geometry.memory(rank, table_blocks(geometry, num_tokens) + 1)
 
 
 def mean_segment_bytes(tiles: Mapping[int, Tiles], copies: BoundCopies) -> float:
-    """Bytes of a contiguous copy on average, after merging, over all source ranks.
+    """The mean number of bytes per contiguous copy, after merging, over all source ranks.
 
     Args:
-        tiles: source rank → its tiles, the plan lowered onto real memory.
-        copies: of a request; :func:`typical_copies` gives those of a typical one.
+        tiles: source rank → tiles of this rank: the plan, lowered onto real memory.
+        copies: copies of a request; :func:`typical_copies` makes the copies of a typical request.
     """
     return _mean_bytes((table, copies.runs_of(rank)) for rank, table in tiles.items())
 
 
 def mean_source_bytes(tiles: Mapping[int, Tiles], copies: BoundCopies) -> float:
-    """As :func:`mean_segment_bytes`, of what is contiguous at the source, whatever the target.
+    """The mean of :func:`mean_segment_bytes` if the target were laid out like the source.
 
-    So long are the segments in which a wire brings dense chunks.
+    A wire that transfers dense chunks delivers segments of this length.
     """
     return _mean_bytes(_source_only(table, copies.runs_of(rank)) for rank, table in tiles.items())
 
@@ -69,7 +69,7 @@ def _mean_bytes(tables: Iterable[tuple[Tiles, Runs]]) -> float:
 
 
 def _source_only(tiles: Tiles, runs: Runs) -> tuple[Tiles, Runs]:
-    """Tables whose target is laid out as the source is."""
+    """Tiles and runs whose target has the same layout as the source."""
     tiles, runs = tiles.copy(), runs.copy()
     for table in (tiles, runs):
         for name in table.dtype.names or ():
@@ -79,16 +79,16 @@ def _source_only(tiles: Tiles, runs: Runs) -> tuple[Tiles, Runs]:
 
 
 def count_copies(tiles: Tiles, runs: Runs) -> int:
-    """Contiguous copies after merging."""
+    """Number of contiguous copies after merging."""
     from kvferry.layouts.copier import count_segments  # compiles; planning alone need not
 
     return count_segments(tiles, runs)
 
 
 def unlike_tiles(tiles: Tiles) -> Iterator[tuple[Tiles, int]]:
-    """One of those tiles that differ only in where they begin, and how many there are.
+    """For tiles that differ only in their start, one such tile and the number of such tiles.
 
-    Nothing merges from tile to tile, so that each of them is as many segments.
+    Copies of different tiles never merge, so each of these tiles gives the same number of segments.
     """
     shapes = tiles.copy()
     for name in ("source_region", "source_offset", "target_region", "target_offset"):

@@ -1,13 +1,14 @@
-"""Which tokens a layer with limited sight still needs. The one place for this arithmetic.
+"""The tokens that a layer with limited sight still needs. All this arithmetic is in this module.
 
-A layer with a sliding window of ``W`` lets token ``i`` attend to the tokens ``i - W + 1 .. i``; one
-with chunks of ``C`` lets it attend to those of its own chunk, ``i // C * C .. i``. Once the tokens
-``0 .. n - 1`` are computed, the next one is ``n``, and no later one looks further back than it:
+In a layer with a sliding window of ``W``, token ``i`` attends to the tokens ``i - W + 1 .. i``. In
+a layer with chunks of ``C``, token ``i`` attends to the tokens of its own chunk, ``i // C * C ..
+i``. After the tokens ``0 .. n - 1`` are computed, the next token is ``n``, and no later token
+attends to an earlier token than token ``n`` does:
 
     token     0 ......... first_kept_token(n) ............ n - 1 | n ...
               never needed again                still needed     | to come
 
-Block managers free by it, geometries clip by it, connectors transfer by it.
+Block managers free blocks, geometries clip spans and connectors choose tokens with this arithmetic.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ def first_kept_token(
     sliding_window: int | None = None,
     attention_chunk_size: int | None = None,
 ) -> int:
-    """The first token that token ``num_computed``, or a later one, may attend to.
+    """The first token to which token ``num_computed``, or a later token, may attend.
 
     >>> first_kept_token(10, sliding_window=4)  # token 10 attends to 7, 8, 9 and itself
     7
@@ -33,13 +34,14 @@ def first_kept_token(
     0
 
     Args:
-        num_computed: tokens computed so far, 0 or more; token ``num_computed`` is the next.
-        sliding_window: tokens that a token attends to, itself included; ``None`` for all.
-        attention_chunk_size: tokens per chunk; ``None`` for no chunks.
+        num_computed: number of tokens computed so far, 0 or more; token ``num_computed`` is next.
+        sliding_window: number of tokens to which a token attends, including itself; ``None`` for
+            all.
+        attention_chunk_size: number of tokens per chunk; ``None`` for no chunks.
 
     Returns:
-        A position from 0 to ``num_computed``. Equal to it when nothing is needed any more: at the
-        start of a chunk, or with a window of 1.
+        A position from 0 to ``num_computed``. It equals ``num_computed`` if no computed token is
+        needed any more: at the start of a chunk, or with a window of 1.
 
     Raises:
         ValueError: both a window and a chunk are given.
@@ -62,7 +64,8 @@ def computed_to_forget(
     sliding_window: int | None = None,
     attention_chunk_size: int | None = None,
 ) -> int | None:
-    """Fewest computed tokens after which the first ``num_tokens`` tokens are never needed again.
+    """The least number of computed tokens after which the first ``num_tokens`` tokens are never
+    needed.
 
     The inverse of :func:`first_kept_token`.
 
@@ -72,12 +75,13 @@ def computed_to_forget(
     8
 
     Args:
-        num_tokens: leading tokens, 0 or more.
+        num_tokens: number of leading tokens, 0 or more.
         sliding_window: as in :func:`first_kept_token`.
-        attention_chunk_size: likewise.
+        attention_chunk_size: as in :func:`first_kept_token`.
 
     Returns:
-        The smallest ``n`` with ``first_kept_token(n) >= num_tokens``, or ``None`` if there is none.
+        The smallest ``n`` with ``first_kept_token(n) >= num_tokens``; ``None`` if there is no such
+        ``n``.
 
     Raises:
         ValueError: both a window and a chunk are given.
@@ -93,7 +97,7 @@ def computed_to_forget(
 
 
 def num_leading_nulls(block_ids: Sequence[int]) -> int:
-    """How many null blocks a table begins with: those whose tokens were let go.
+    """Number of null blocks at the start of a table: blocks whose tokens were freed.
 
     >>> num_leading_nulls([0, 0, 7, 0, 9])
     2

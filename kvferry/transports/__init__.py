@@ -1,12 +1,13 @@
 """Moves bytes between registered regions; knows nothing of layers, heads or requests.
 
-:mod:`kvferry.transports.base` is the contract; the other modules fulfil it. Importing
-this package loads no transport; :func:`open_transport` loads the one it is asked for.
+:mod:`kvferry.transports.base` holds the contract; the other modules implement the contract.
+Importing this package loads no transport; :func:`open_transport` loads only the requested
+transport.
 """
 
+from kvferry.layouts.arrays import ByteArray
 from kvferry.transports.base import (
     Addressing,
-    ByteArray,
     Peer,
     Transfer,
     Transfers,

@@ -1,8 +1,8 @@
-"""The contract of a transport: it moves bytes between registered regions.
+"""The contract of a transport: a transport moves bytes between registered regions.
 
-A transport knows regions, tiles and runs (:mod:`kvferry.layouts.tiles`); it knows nothing of
-layers, heads, requests or leases. Each rank opens one transport per kind it uses. The engine that
-owns the source memory serves; the reader calls :meth:`Transport.connect` and
+A transport knows regions, tiles and runs (:mod:`kvferry.layouts.tiles`). A transport knows nothing
+of layers, heads, requests or leases. Each rank opens one transport of each kind in use. The engine
+with the source memory serves; the reader calls :meth:`Transport.connect` and
 :meth:`Transport.read`.
 """
 
@@ -16,33 +16,30 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvferry.errors import CancelledError, KVFerryError, TransferError
-from kvferry.layouts.arrays import MemorySpan
+from kvferry.layouts.arrays import ByteArray, MemorySpan
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.lifetimes import Closing
 
 logger = logging.getLogger(__name__)
 
-ByteArray = npt.NDArray[np.uint8]
 PeerT = TypeVar("PeerT", bound="Peer")
 
 
 class Addressing(enum.StrEnum):
-    """What a transport does with tiles × runs."""
+    """How a transport carries out tiles × runs."""
 
     MOVERS = "movers"
-    """Its own threads read source memory and write target memory, in one pass."""
+    """Threads of the transport read source memory and write target memory, in one pass."""
     PACKED = "packed"
-    """The source packs chunks and the reader unpacks them; the wire between is dense."""
+    """The source packs chunks and the reader unpacks them; the bytes on the wire are dense."""
     SEGMENTS = "segments"
-    """One operation of the wire per contiguous segment."""
+    """The wire carries one operation per contiguous segment."""
 
 
 class Waitable(Protocol):
-    """An event that a mover waits for before it touches memory (a device event, for example)."""
+    """An event that a mover waits for before touching memory, for example a device event."""
 
     def wait(self) -> object:
         """Returns when the memory may be read and written."""
@@ -58,35 +55,35 @@ class TransferState(enum.Enum):
 
 
 class Transfer:
-    """One read: how far it is, and the fence around the memory that it writes.
+    """A read: its progress, and the fence around the memory that the read writes.
 
-    Everybody may look at it. The transport's threads write target memory between :meth:`enter`
-    and :meth:`leave` only. Once the transfer was stopped no thread is let in, and it becomes
-    terminal when the last one has left: **a terminal state proves that nothing of it lands any
-    more**. The first reason to stop stands.
+    Every thread may look at a transfer. The threads of the transport write target memory only
+    between :meth:`enter` and :meth:`leave`. After a stop, no thread may enter. The transfer becomes
+    terminal when the last thread has left: **a terminal state proves that no byte of the transfer
+    lands afterwards**. The first reason to stop stands.
 
-    A transport derives its own from it, to keep what belongs to one read, and for the two methods
-    that are called on the way to the end: :meth:`verify` and :meth:`ended`.
+    A transport derives a subclass to keep the state of one read, and to override :meth:`verify` and
+    :meth:`ended`, which are called when a transfer ends.
     """
 
     def __init__(self, nbytes: int, transfers: "Transfers | None" = None) -> None:
-        """A read of ``nbytes``; it counts from :meth:`Transfers.add` on."""
+        """A read of ``nbytes``; counted as running only after :meth:`Transfers.add`."""
         now = time.monotonic()
         self.nbytes = nbytes
-        """Bytes to move."""
+        """Number of bytes to move."""
         self.state = TransferState.RUNNING
         self.bytes_done = 0
-        """Bytes already in place: the progress that tells slow from stalled."""
+        """Number of bytes already in place; this progress tells a slow transfer from a stall."""
         self.segments = 0
-        """Contiguous copies after merging, where the mover counts them."""
+        """Number of contiguous copies after merging, if the mover counts copies."""
         self.error: KVFerryError | None = None
-        """Why it failed; set before ``state`` becomes ``FAILED``."""
+        """Error of a failed transfer; set before ``state`` becomes ``FAILED``."""
         self.started = now
         """``time.monotonic()`` at the call of ``read``."""
         self.progressed = now
         """``time.monotonic()`` of the last progress."""
         self.finished: float | None = None
-        """``time.monotonic()`` when it became terminal."""
+        """``time.monotonic()`` at which the transfer became terminal; ``None`` before."""
         self._transfers = Transfers() if transfers is None else transfers
         self._lock = self._transfers.lock
         self._writers = 0
@@ -102,13 +99,14 @@ class Transfer:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether nothing of this transfer can land any more."""
+        """Whether no byte of this transfer can land any more."""
         return self.state is not TransferState.RUNNING
 
     def on_end(self, callback: Callable[["Transfer"], object]) -> None:
-        """Has ``callback`` called with this transfer once it is terminal, so that nobody polls.
+        """Registers ``callback``, called once with this transfer when terminal; replaces polling.
 
-        By the thread that ends it, or at once by this one if it has ended. It must not block.
+        The thread that ends the transfer calls ``callback``; if the transfer has already ended, the
+        calling thread does so at once. ``callback`` must not block.
         """
         with self._lock:
             if not self.is_terminal:
@@ -116,15 +114,15 @@ class Transfer:
                 return
         callback(self)
 
-    # For the transport.
+    # Methods for the transport.
 
     @property
     def stopped(self) -> bool:
-        """Whether nobody may enter any more."""
+        """Whether threads may no longer enter."""
         return self._verdict is not None
 
     def enter(self) -> bool:
-        """Whether the calling thread may write now; if so it must call :meth:`leave`."""
+        """Whether the calling thread may write now; if so, the thread must call :meth:`leave`."""
         with self._lock:
             if self._verdict is not None:
                 return False
@@ -132,9 +130,9 @@ class Transfer:
             return True
 
     def leave(self, nbytes: int, segments: int) -> None:
-        """The calling thread has written ``nbytes`` in ``segments`` copies and writes no more.
+        """Records ``nbytes`` written in ``segments`` copies by the calling thread, now finished.
 
-        When all bytes are there the transfer is done, unless :meth:`verify` objects.
+        When all bytes are in place the transfer is done, unless :meth:`verify` returns an error.
         """
         with self._lock:
             self.bytes_done += nbytes
@@ -147,7 +145,7 @@ class Transfer:
                 self._writers -= 1
                 over = self._claim_end()
         if complete:
-            # It still counts as a writer, so nothing shows before this is answered.
+            # This thread still counts as a writer, so no state shows before verify() returns.
             if (error := self.verify()) is not None:
                 self._verdict = (TransferState.FAILED, error)
             with self._lock:
@@ -157,7 +155,7 @@ class Transfer:
             self._end()
 
     def stop(self, state: TransferState, error: KVFerryError | None = None) -> None:
-        """Lets nobody in any more; the first verdict stands. Idempotent, never waits."""
+        """Keeps further threads out. The first verdict stands. Idempotent; never waits."""
         with self._lock:
             if self._verdict is None:
                 self._verdict = (state, error)
@@ -166,18 +164,18 @@ class Transfer:
             self._end()
 
     def fail(self, error: KVFerryError) -> None:
-        """Stops as ``FAILED``."""
+        """Stops the transfer as ``FAILED``."""
         self.stop(TransferState.FAILED, error)
 
     def verify(self) -> KVFerryError | None:
-        """Asked once all bytes are there: why they may be wrong all the same, or ``None``."""
+        """Called once all bytes are in place; the error if bytes may be wrong, else ``None``."""
         return None
 
     def ended(self, state: TransferState) -> None:
         """Called once, by any thread, just before the terminal state shows. Must not raise."""
 
     def _claim_end(self) -> bool:
-        """Whether the calling thread must make it terminal: said once. Under the lock."""
+        """Whether the caller, who must hold the lock, must end the transfer: true only once."""
         over = self._verdict is not None and not self._writers and not self._ended
         self._ended = self._ended or over
         return over
@@ -190,12 +188,12 @@ class Transfer:
         for callback in self._callbacks:
             try:
                 callback(self)
-            except Exception:  # the thread that ended it has other transfers
+            except Exception:  # the thread that ended the transfer has other transfers
                 logger.exception("who waited for a transfer failed")
 
 
 def as_transfer_error(error: Exception, what: str) -> KVFerryError:
-    """The error of a transfer; for a defect of ours, which is logged, one that says so."""
+    """The error of a transfer; a defect of kvferry is logged and becomes a ``TransferError``."""
     if isinstance(error, KVFerryError):
         return error
     logger.error("%s", what, exc_info=error)
@@ -203,14 +201,14 @@ def as_transfer_error(error: Exception, what: str) -> KVFerryError:
 
 
 class Transfers:
-    """The transfers of one transport: those under way, and those that ended and were not polled.
+    """The transfers of one transport: running transfers, and ended transfers not yet polled.
 
     Thread-safe.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """Guards all of this and the counts of each transfer; held for a few lines at a time."""
+        """Guards this object and the counts of each transfer; held for a few lines at a time."""
         self._idle = threading.Condition(self.lock)
         self._running: set[Transfer] = set()
         self._ended: list[Transfer] = []
@@ -222,7 +220,7 @@ class Transfers:
         return self._closed
 
     def add(self, transfer: Transfer) -> bool:
-        """Takes a transfer in; false, and the transfer has failed, if the transport is closed."""
+        """Adds a transfer. If the transport is closed, fails the transfer and returns false."""
         with self.lock:
             closed = self._closed
             if not closed and not transfer.is_terminal:
@@ -232,18 +230,18 @@ class Transfers:
         return not closed
 
     def finish(self, transfer: Transfer, state: TransferState, error: KVFerryError | None) -> None:
-        """Makes a transfer terminal. For :class:`Transfer`, which calls it once."""
+        """Makes a transfer terminal. Only :class:`Transfer` calls this method, and only once."""
         with self.lock:
             self._running.discard(transfer)
             transfer.error = error
             transfer.finished = time.monotonic()
-            transfer.state = state  # last: whoever sees it sees the rest
+            transfer.state = state  # last: a reader of the state sees the rest too
             self._ended.append(transfer)
             if self._closed:
                 self._idle.notify_all()
 
     def cancel(self, transfer: Transfer) -> None:
-        """Stops a transfer if it is under way; terminal once those who write have left."""
+        """Stops a running transfer, which becomes terminal once its writers have left."""
         with self.lock:
             running = transfer in self._running
         if running:
@@ -256,7 +254,7 @@ class Transfers:
             return ended
 
     def close(self) -> bool:
-        """Fails what is under way and lets nothing in any more; false if that was done before."""
+        """Fails all running transfers and refuses new ones; false if closed before."""
         with self.lock:
             if self._closed:
                 return False
@@ -267,26 +265,27 @@ class Transfers:
         return True
 
     def drain(self) -> None:
-        """Waits, after :meth:`close`, until nothing is under way; for transports that fence."""
+        """Waits, after :meth:`close`, until no transfer is running; for transports that fence."""
         with self._idle:
             self._idle.wait_for(lambda: not self._running)
 
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
-    """What a transport is opened with."""
+    """Options with which a transport is opened."""
 
     host: str = "127.0.0.1"
-    """Address on which to listen, and which peers are told."""
+    """Address to listen on; peers get the same address, unless ``advertise_host`` is set."""
     advertise_host: str = ""
-    """Host that peers are told in place of ``host``; empty: ``host``."""
+    """Host given to peers instead of ``host``; if empty, peers get ``host``."""
     rank: int = 0
-    """Number of the rank in its engine; a port that is given is rank 0's, others take the next."""
+    """Number of the rank in its engine. A configured port is the port of rank 0; rank ``n`` uses
+    the port plus ``n``."""
     threads: int = 1
-    """Mover threads."""
+    """Number of mover threads."""
     stall_timeout_s: float = 120.0
-    """Seconds without progress after which a transfer fails as stalled. A peer that is only slow
-    may not get to run for a minute; one that is gone shows in the connection."""
+    """Seconds without progress after which a transfer fails as stalled. A slow peer may not get to
+    run for a minute; the loss of a peer shows in the connection."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the transport's ``ExtraConfig``."""
 
@@ -300,14 +299,14 @@ class Peer(Closing):
 
     @abstractmethod
     def close(self) -> None:
-        """Drops the connection; transfers still running on it fail with ``PeerLostError``."""
+        """Closes the connection; transfers still running on it fail with ``PeerLostError``."""
 
 
 def own_peer(peer: Peer, kind: type[PeerT]) -> PeerT:
-    """A peer as the transport that made it knows it.
+    """The peer, as an instance of the class that the transport's own ``connect`` makes.
 
     Raises:
-        TypeError: it is another transport's.
+        TypeError: the peer belongs to another transport.
     """
     if not isinstance(peer, kind):
         raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
@@ -315,23 +314,27 @@ def own_peer(peer: Peer, kind: type[PeerT]) -> PeerT:
 
 
 class Transport(Closing):
-    """Moves bytes between regions. Thread-safe; every method but ``close`` is non-blocking."""
+    """Moves bytes between regions. Thread-safe; only ``close`` may block."""
 
     name: ClassVar[str]
-    """Name under which it is registered, for example ``"shm"``."""
+    """Registered name of the transport, for example ``"shm"``."""
     addressing: ClassVar[Addressing]
-    """What it does with tiles × runs."""
+    """How the transport carries out tiles × runs."""
     fences: bool
-    """Whether every read becomes terminal, which proves that nothing of it can land any more, soon
-    after it was cancelled, stalled or lost its peer. One that does not fence may leave such a read
-    ``RUNNING`` for as long as nobody knows; it is given staging memory only."""
+    """Whether every read becomes terminal soon after a cancellation, a stall or the loss of the
+    peer. A terminal state proves that no byte lands afterwards. A transport that does not fence may
+    leave such a read ``RUNNING`` as long as the outcome is unknown; such a transport gets staging
+    memory only."""
     least_segment_bytes: ClassVar[int] = 0
-    """Mean bytes of a segment from which on it is faster to place them than to stage; measured for
-    a transport of segments, 0 for one whose movers cost nothing per segment."""
+    """Mean number of bytes per segment from which placing segments is faster than staging. Measured
+    for a transport with ``SEGMENTS``; 0 if the movers have no cost per segment."""
+    may_sleep: ClassVar[bool] = False
+    """Whether the owner of registered memory may let the memory go once the transport is closed.
+    That is so if no device and no network card of a peer can still read the memory then."""
     same_host: ClassVar[bool] = False
-    """Whether it reaches ranks on its own host only."""
+    """Whether the transport reaches ranks on its own host only."""
     ExtraConfig: ClassVar[type[msgspec.Struct]]
-    """Struct of the keys this transport takes; checked before it is opened."""
+    """Struct of the keys in ``extra``, which is checked before the transport is opened."""
 
     @classmethod
     @abstractmethod
@@ -345,49 +348,69 @@ class Transport(Closing):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
-        """Allocates zeroed memory that peers may read; returns its region id and its bytes.
+        """Allocates zeroed memory that peers may read; returns the region id and the bytes.
 
-        Region ids count up from 0 over ``allocate`` and ``register`` together.
+        ``allocate`` and ``register`` share one count of region ids, from 0 up.
 
         Raises:
             SharedMemoryError: there is no room for ``nbytes``.
         """
 
     def register(self, memory: ByteArray, *, serve: bool = True) -> int:
-        """Makes memory that exists a region; returns its id. The caller keeps it alive.
+        """Makes existing memory a region; returns the region id. The caller keeps the memory alive.
 
-        With ``serve=False`` it is only a place for this side's own reads to land.
+        With ``serve=False`` the region is only a target of local reads; peers cannot read from the
+        region.
 
         Raises:
-            TransferError: this transport cannot serve memory it did not allocate.
+            TransferError: this transport cannot serve memory allocated elsewhere; so does this
+                default.
         """
-        raise NotImplementedError
+        raise TransferError(
+            f"{type(self).__name__} serves only memory that it has allocated itself; let the "
+            "connector allocate the KV cache, or use another transport"
+        )
 
     @abstractmethod
     def endpoint(self) -> bytes:
-        """What a peer needs for :meth:`connect`, covering every region known so far."""
+        """The bytes that a peer passes to :meth:`connect`; covers every region known so far."""
 
     @abstractmethod
     def connect(self, endpoint: bytes) -> Peer:
-        """Connects to a serving rank. Idempotence is the caller's: one call, one peer.
+        """Connects to a serving rank. Not idempotent: each call makes one peer.
 
-        It never waits for the other side, so where nobody is there this may show only in the
-        reads: they fail with ``PeerLostError``. A lost peer stays lost; connect again.
+        The call never waits for the remote side. If no rank serves there, the error may show only
+        in the reads, which fail with ``PeerLostError``. A lost peer stays lost; the caller must
+        connect again.
 
         Raises:
             DecodeError: the endpoint does not decode.
-            PeerLostError: nobody is there, where that can be told at once.
+            PeerLostError: no rank serves there, if the transport can tell at once.
+        """
+
+    def prepare(self, peer: Peer, tiles: Tiles, most_tokens: int) -> None:
+        """Prepares the state shared by all reads of ``tiles`` from a peer; called when engines
+        meet.
+
+        Reads of other tiles are just as correct; only the first such read is slower. The prepared
+        state lasts as long as the connection. The tiles must stay alive and unchanged for as long.
+        The default does nothing.
+
+        Args:
+            peer: a peer from :meth:`connect`.
+            tiles: a 1-d array of ``TILE_DTYPE``, the same object that is later passed to reads.
+            most_tokens: tokens of the longest run.
         """
 
     @abstractmethod
     def read(
         self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
     ) -> Transfer:
-        """Starts to copy ``tiles`` × ``runs`` from the peer's regions into ours; returns at once.
+        """Starts to copy ``tiles`` × ``runs`` from the peer's regions into local regions.
 
-        Everything is bounds-checked against both sides' regions before a byte moves. The tables
-        must not change until the transfer is terminal. From a lost peer the transfer fails with
-        ``PeerLostError``.
+        The call returns at once. Every address is checked against the bounds of both sides' regions
+        before a byte moves. The tables must not change until the transfer is terminal. If the peer
+        is lost, the transfer fails with ``PeerLostError``.
 
         Raises:
             BoundsError: a tile and a run leave a region.
@@ -397,37 +420,37 @@ class Transport(Closing):
     def poll(self) -> list[Transfer]:
         """Transfers that became terminal since the last call, each exactly once.
 
-        Nobody needs to call it on a timer: :meth:`Transfer.on_end` says when.
+        Polling on a timer is not needed: :meth:`Transfer.on_end` reports the end.
         """
 
     @abstractmethod
     def cancel(self, transfer: Transfer) -> None:
-        """Asks for the transfer to stop; idempotent.
+        """Asks a transfer to stop. Idempotent.
 
-        It becomes terminal later, in ``poll``, and nothing lands after that. If the transport does
-        not fence, that may be never.
+        The transfer becomes terminal later, in ``poll``, and no byte lands afterwards. If the
+        transport does not fence, the transfer may never become terminal.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Ends threads, connections and memory. Idempotent.
 
-        Running transfers fail first, those apart of which a transport that does not fence cannot
-        know the end.
+        Running transfers fail first. A transport that does not fence leaves out the transfers whose
+        end is unknown.
         """
 
 
 class DeviceTransport(Transport):
     """A transport that also serves, and reads into, memory that the host cannot touch.
 
-    Region ids count up over the methods here and those for host memory together.
+    Methods for device memory and for host memory share one count of region ids.
     """
 
     @abstractmethod
     def allocate_device(self, nbytes: int) -> tuple[int, MemorySpan]:
-        """Allocates zeroed memory of the device that peers may read; returns its region id.
+        """Allocates zeroed device memory that peers may read; returns the region id and the memory.
 
-        It lives until ``close``.
+        The memory lives until ``close``.
 
         Raises:
             HostError: there is no room for ``nbytes``.
@@ -435,33 +458,39 @@ class DeviceTransport(Transport):
 
     @abstractmethod
     def register_device(self, memory: MemorySpan, *, serve: bool = True) -> int:
-        """Makes memory of the device a region; returns its id. The caller keeps it alive.
+        """Makes device memory a region; returns the region id. The caller keeps the memory alive.
 
-        With ``serve=False`` it is only a place for this side's own reads to land.
+        With ``serve=False`` the region is only a target of local reads; peers cannot read from the
+        region.
 
         Raises:
-            TransferError: this memory cannot be served, or is that of another device.
+            TransferError: the transport cannot serve this memory, or the memory is on another
+                device.
         """
 
 
 class TransportAround(Transport):
-    """Does what the inner transport does, except what a subclass does otherwise."""
+    """A transport around another: forwards to the inner transport, except in overridden methods."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
 
     def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
-        """As the inner transport."""
+        """See :meth:`Transport.allocate`."""
         return self._inner.allocate(nbytes)
 
     def register(self, memory: ByteArray, *, serve: bool = True) -> int:
-        """As the inner transport."""
+        """See :meth:`Transport.register`."""
         return self._inner.register(memory, serve=serve)
 
     def endpoint(self) -> bytes:
-        """As the inner transport."""
+        """See :meth:`Transport.endpoint`."""
         return self._inner.endpoint()
 
     def connect(self, endpoint: bytes) -> Peer:
-        """As the inner transport."""
+        """See :meth:`Transport.connect`."""
         return self._inner.connect(endpoint)
+
+    def prepare(self, peer: Peer, tiles: Tiles, most_tokens: int) -> None:
+        """See :meth:`Transport.prepare`."""
+        self._inner.prepare(peer, tiles, most_tokens)

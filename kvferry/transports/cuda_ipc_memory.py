@@ -1,12 +1,12 @@
 """Memory of a GPU that another process reads: the handles of CUDA IPC.
 
-The calls are those of CUDA's driver, through ctypes: nine functions that every machine with
-an NVIDIA driver has, whichever CUDA runtime torch brings. torch's own sharing of storages is not
-used: it is private, and counts one reader per handle, where ranks have many.
+This module calls :class:`~kvferry.layouts.cuda_driver.CudaDriver`. torch's own sharing of storages
+is not used: that code is private, and counts a single reader per handle, although ranks have many
+readers.
 
-A handle stands for a whole allocation, of which torch cuts tensors, so memory travels as the handle
-of its allocation and an offset. Memory from CUDA's virtual memory management has no such handle
-(torch's ``expandable_segments``, vLLM's sleep mode).
+A handle stands for a whole allocation, and torch cuts tensors out of allocations. So memory travels
+as the handle of its allocation and an offset. Memory from CUDA's virtual memory management has no
+such handle (torch's ``expandable_segments``, vLLM's sleep mode).
 """
 
 import ctypes
@@ -14,24 +14,24 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Any
+from contextlib import suppress
 
-from kvferry.errors import HostError, KVFerryError, PeerLostError, TransferError
+from kvferry.errors import KVFerryError, PeerLostError, TransferError
 from kvferry.layouts.arrays import MemorySpan
+from kvferry.layouts.cuda_driver import CudaDriver
 
 HANDLE_BYTES = 64
-"""Size of CUDA's ``CUipcMemHandle``."""
-_LIBRARY = "libcuda.so.1"
+"""Number of bytes of CUDA's ``CUipcMemHandle``."""
 _LAZY_PEER_ACCESS = 1
-"""Another GPU of this host may hold the memory; access is set up where it can be."""
+"""Flag: another GPU of this host may hold the memory; CUDA sets up access if possible."""
 
 
 class IpcMemory(ABC):
-    """Memory of one device, as other processes get at it. Thread-safe."""
+    """Memory of one device, as other processes reach the memory. Thread-safe."""
 
     @abstractmethod
     def export(self, memory: MemorySpan) -> tuple[bytes, int]:
-        """The handle of the allocation that holds ``memory``, and the offset in it, in bytes.
+        """Handle of the allocation that holds ``memory``, and offset in the allocation, in bytes.
 
         Raises:
             TransferError: this memory cannot be shared.
@@ -39,10 +39,10 @@ class IpcMemory(ABC):
 
     @abstractmethod
     def open(self, handle: bytes) -> MemorySpan:
-        """Maps the whole allocation of a handle that another process exported, or this one.
+        """Maps the whole allocation of a handle that another process, or this process, exported.
 
         Raises:
-            PeerLostError: it cannot be mapped: its process is gone, or out of reach.
+            PeerLostError: the allocation cannot be mapped: its process is gone, or out of reach.
         """
 
     @abstractmethod
@@ -54,34 +54,23 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
-#: Who has exported memory in this process. A handle cannot be opened where it was made.
+#: Objects that have exported memory in this process: CUDA cannot open a handle in its own process.
 _exporters: "weakref.WeakSet[CudaIpcMemory]" = weakref.WeakSet()
+_exporters_lock = threading.Lock()
 
 
 class CudaIpcMemory(IpcMemory):
-    """CUDA IPC for the memory of one device; reads of peers' memory are made by it, too."""
+    """CUDA IPC for the memory of one device; also maps the memory of peers."""
 
-    def __init__(self, device: int, library: Any = None) -> None:
-        """Args:
-        device: its number, as torch counts.
-        library: the driver, for tests; the machine's unless given.
-
-        Raises:
-            HostError: there is no driver, or no such device.
-        """
-        self._device = f"cuda:{device}"
-        self._cuda = _load() if library is None else library
+    def __init__(self, driver: CudaDriver) -> None:
+        self.driver = driver
+        """The driver, in the context of the device."""
+        self._device = driver.device
         self._exported: dict[bytes, MemorySpan] = {}
         self._opened: Counter[int] = Counter()
         self._lock = threading.Lock()
-        number, self._context = ctypes.c_int(), ctypes.c_void_p()
-        doing = f"{self._device}: opening CUDA's driver"
-        self._call("cuInit", 0, doing=doing, error=HostError)
-        self._call("cuDeviceGet", ctypes.byref(number), device, doing=doing, error=HostError)
-        # The context that torch works in; it stays for the life of the process.
-        context = ctypes.byref(self._context)
-        self._call("cuDevicePrimaryCtxRetain", context, number, doing=doing, error=HostError)
-        _exporters.add(self)
+        with _exporters_lock:
+            _exporters.add(self)
 
     def export(self, memory: MemorySpan) -> tuple[bytes, int]:
         """See :meth:`IpcMemory.export`."""
@@ -91,7 +80,10 @@ class CudaIpcMemory(IpcMemory):
                 "one for that device"
             )
         doing = f"sharing {memory.nbytes} bytes of {self._device}"
-        self._enter(doing)
+        with self.driver:
+            return self._export(memory, doing)
+
+    def _export(self, memory: MemorySpan, doing: str) -> tuple[bytes, int]:
         allocation = self._allocation(memory.address, doing, TransferError)
         offset = memory.address - allocation.address
         if offset + memory.nbytes > allocation.nbytes:
@@ -100,7 +92,7 @@ class CudaIpcMemory(IpcMemory):
                 "bytes; CUDA IPC shares one: unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
             )
         handle = _Handle()
-        self._call(
+        self.driver.call(
             "cuIpcGetMemHandle",
             ctypes.byref(handle),
             ctypes.c_uint64(allocation.address),
@@ -114,13 +106,28 @@ class CudaIpcMemory(IpcMemory):
 
     def open(self, handle: bytes) -> MemorySpan:
         """See :meth:`IpcMemory.open`."""
-        for exporter in list(_exporters):
+        with _exporters_lock:
+            exporters = list(_exporters)
+        for exporter in exporters:
             if (own := exporter.exported(handle)) is not None:
+                if own.device != self._device:
+                    self._reach(exporter)
                 return own
+        with self.driver:
+            return self._open(handle)
+
+    def _reach(self, exporter: "CudaIpcMemory") -> None:
+        """Lets this device read the other device's memory, as the mapping of a handle would."""
+        try:
+            with self.driver:
+                self.driver.reach(exporter.driver)
+        except TransferError as error:
+            raise PeerLostError(f"{error}; use another transport") from error
+
+    def _open(self, handle: bytes) -> MemorySpan:
         doing = "mapping the memory of a peer"
-        self._enter(doing)
         pointer = ctypes.c_uint64()
-        self._call(
+        self.driver.call(
             "cuIpcOpenMemHandle_v2",
             ctypes.byref(pointer),
             _Handle.from_buffer_copy(handle),
@@ -136,31 +143,30 @@ class CudaIpcMemory(IpcMemory):
         except PeerLostError:
             self.release(MemorySpan(pointer.value, 0, self._device))
             raise
-        # CUDA cuts small allocations out of larger ones, and maps all of that.
+        # CUDA cuts small allocations out of larger allocations, and maps the whole larger
+        # allocation.
         before = pointer.value - mapped.address
         return MemorySpan(pointer.value, mapped.nbytes - before, self._device)
 
     def exported(self, handle: bytes) -> MemorySpan | None:
-        """The allocation of this process that a handle stands for."""
+        """The allocation of this process for a handle, or ``None``."""
         with self._lock:
             return self._exported.get(handle)
 
     def release(self, memory: MemorySpan) -> None:
         """See :meth:`IpcMemory.release`."""
         with self._lock:
-            mapped = self._opened[memory.address] > 0  # memory of our own never was
+            mapped = self._opened[memory.address] > 0  # memory of this process never was
             self._opened[memory.address] -= mapped
         if mapped:
-            self._cuda.cuCtxSetCurrent(self._context)
-            self._cuda.cuIpcCloseMemHandle(ctypes.c_uint64(memory.address))
-
-    def _enter(self, doing: str) -> None:
-        """Makes the device's context the calling thread's: CUDA keeps one per thread."""
-        self._call("cuCtxSetCurrent", self._context, doing=doing, error=TransferError)
+            with suppress(TransferError), self.driver:
+                pointer = ctypes.c_uint64(memory.address)
+                doing = "closing the memory of a peer"
+                self.driver.call("cuIpcCloseMemHandle", pointer, doing=doing, error=TransferError)
 
     def _allocation(self, address: int, doing: str, error: type[KVFerryError]) -> MemorySpan:
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-        self._call(
+        self.driver.call(
             "cuMemGetAddressRange_v2",
             ctypes.byref(base),
             ctypes.byref(nbytes),
@@ -169,22 +175,3 @@ class CudaIpcMemory(IpcMemory):
             error=error,
         )
         return MemorySpan(base.value, nbytes.value, self._device)
-
-    def _call(self, name: str, *arguments: Any, doing: str, error: type[KVFerryError]) -> None:
-        result = getattr(self._cuda, name)(*arguments)
-        if result != 0:
-            raise error(f"{doing}: {name}: {self._text(result)}")
-
-    def _text(self, result: int) -> str:
-        text = ctypes.c_char_p()
-        self._cuda.cuGetErrorString(result, ctypes.byref(text))
-        return f"CUDA error {result} ({(text.value or b'unknown').decode()})"
-
-
-def _load() -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL(_LIBRARY)
-    except OSError as error:
-        raise HostError(
-            f"{_LIBRARY}: {error}; install NVIDIA's driver, or use a transport for host memory"
-        ) from error

@@ -1,10 +1,11 @@
-"""The threads that copy, and the wait for an event before a read begins."""
+"""The copy threads, and the wait for an event before a read begins."""
 
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kvferry.errors import TransferError
 from kvferry.transports.base import Transfer, Waitable
@@ -13,9 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class MoverPool:
-    """Threads that copy, started with the first task. Tasks run in the order in which they were
-    submitted; one that has more to do submits itself again, so that transfers share the threads in
-    turns.
+    """Copy threads, which start with the first task.
+
+    Tasks run in the order of submission. A task with more work submits itself again, so that
+    transfers take turns on the threads.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -30,13 +32,22 @@ class MoverPool:
         self._closed = False
 
     def submit(self, task: Callable[[], object]) -> None:
-        """Queues a task. It must not block on anything but memory, and must not raise."""
+        """Queues a task, which may wait only for memory or a device, and must not raise."""
         self._tasks.put(task)
         if not self._threads:
             self._start()
 
+    def wait(
+        self, event: Waitable, then: Callable[[Exception | None], object], keeps: object = None
+    ) -> None:
+        """Queues the wait for an event; ``then`` is called with the event's error, or ``None``.
+
+        ``keeps`` stays alive until ``then`` is called.
+        """
+        self.submit(partial(_wait, event, then, keeps))
+
     def close(self) -> None:
-        """Waits for the tasks that run now, then ends the threads. Idempotent."""
+        """Waits for the running tasks, then ends the threads. Idempotent."""
         with self._lock:
             self._closed = True
             threads, self._threads = self._threads, []
@@ -62,16 +73,28 @@ class MoverPool:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except Exception:  # a bug in one task must not end the thread that others need
+            except Exception:  # a bug in one task must not end a thread that other tasks need
                 logger.exception("a mover task failed")
+            del task  # the task may hold large objects, and the next may come in days
+
+
+def _wait(
+    event: Waitable, then: Callable[[Exception | None], object], _keeps: object = None
+) -> None:
+    error = None
+    try:
+        event.wait()
+    except Exception as caught:  # events come from the engine and may raise anything
+        error = caught
+    then(error)
 
 
 def start_after(after: Waitable | None, transfer: Transfer, start: Callable[[], object]) -> None:
     """Calls ``start`` once ``after`` has happened: at once for ``None``, else from a thread.
 
-    A transfer of no bytes is done now, without a start. The wait has a thread of its own: on a
-    mover it would hold up transfers that are ready. If it fails, so does the transfer; if the
-    transfer was stopped meanwhile, ``start`` is not called.
+    A transfer of zero bytes is done at once, without ``start``. Each wait has its own thread,
+    because a wait on a mover would delay transfers that are ready. If the wait fails, the transfer
+    fails. If the transfer was stopped during the wait, ``start`` is not called.
     """
     if not transfer.nbytes:
         if transfer.enter():
@@ -81,14 +104,11 @@ def start_after(after: Waitable | None, transfer: Transfer, start: Callable[[], 
         start()
         return
 
-    def wait() -> None:
-        try:
-            after.wait()
-        except Exception as error:  # events are the engine's; they may raise anything
+    def then(error: Exception | None) -> None:
+        if error is not None:
             transfer.fail(TransferError(f"the event to wait for failed: {error!r}"))
-            return
-        if not transfer.stopped:
+        elif not transfer.stopped:
             transfer.progressed = time.monotonic()
             start()
 
-    threading.Thread(target=wait, name="kvferry-after", daemon=True).start()
+    threading.Thread(target=_wait, args=(after, then), name="kvferry-after", daemon=True).start()

@@ -1,16 +1,16 @@
-"""The transport over NIXL: RDMA, shared memory or TCP, whichever its backends find.
+"""The transport over NIXL: RDMA, shared memory or TCP, as NIXL's backends choose.
 
-The reader does all the work: it turns tiles × runs into segments
-(:mod:`~kvferry.transports.nixl_segments`) and posts NIXL READs, straight to where the cells belong
-(:mod:`~kvferry.transports.nixl_reader`). Where the end of an agent proves that nothing lands any
-more (:mod:`~kvferry.transports.nixl_agents` says why), the transport fences: READs that do not
-complete end with their agent. With other backends it does not: a read that failed or was cancelled
-stays running until its READs are done, which from a peer that has merely stopped may be never, and
-it is given staging memory only.
+The reader does all the work. The reader turns tiles × runs into segments
+(:mod:`~kvferry.transports.nixl_segments`) and posts NIXL READs, straight to the final place of the
+cells (:mod:`~kvferry.transports.nixl_reader`). For some backends, the end of an agent proves that
+no byte lands any more (:mod:`~kvferry.transports.nixl_agents` explains why). With these backends
+the transport fences: READs that do not complete end with their agent. With other backends the
+transport does not fence. A failed or cancelled read then stays running until its READs are done,
+which may never happen if the peer has merely stopped; so the transport gets staging memory only.
 
-One thread makes the progress that readers of our memory wait for, where a backend needs ours, and
-looks after READs that are under way. NIXL wakes nobody, so it looks again and again, ever less
-often while nothing happens, and not at all where nothing can.
+A single thread makes progress for the readers of local memory, if a backend needs such progress,
+and looks after READs in progress. NIXL wakes no thread, so this thread looks again and again: less
+often while nothing happens, and not at all while nothing can happen.
 """
 
 import logging
@@ -21,15 +21,14 @@ from functools import partial
 import msgspec
 
 from kvferry.config import parse_struct
-from kvferry.errors import TransferError
-from kvferry.layouts.arrays import MemorySpan
+from kvferry.errors import HostError, PeerLostError, TransferError
+from kvferry.layouts.arrays import ByteArray, MemorySpan
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.copier import warm
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 from kvferry.mailbox import Mailbox
 from kvferry.transports.base import (
     Addressing,
-    ByteArray,
     DeviceTransport,
     Peer,
     Transfer,
@@ -46,6 +45,7 @@ from kvferry.transports.nixl_agents import (
     Region,
     decode_endpoint,
     encode_endpoint,
+    has_rdma,
     memory_kind,
 )
 from kvferry.transports.nixl_reader import SHORT_BYTES, NixlPeer, NixlRead, SharedAgent
@@ -55,30 +55,35 @@ from kvferry.transports.regions import Regions, keep_for_ever, private_memory
 logger = logging.getLogger(__name__)
 
 _BUSY_S = 2e-5
-"""A look at the serving agent that took longer found something to do: look again at once."""
+"""Seconds above which a look at the serving agent counts as progress: then look again at once."""
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3
-"""Pauses between two looks; they double while nothing happens."""
+"""Seconds between two looks, shortest and longest; doubled while nothing happens."""
 
 
 class NixlExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of the ``nixl`` transport."""
 
     backends: tuple[str, ...] = ("UCX",)
-    """NIXL's backends, for example ``["UCX"]`` or ``["LIBFABRIC"]``."""
+    """Names of NIXL's backends, for example ``["UCX"]`` or ``["LIBFABRIC"]``."""
     backend_params: dict[str, dict[str, str]] = {}
-    """By backend, what NIXL hands to it; ``{"UCX": {"engine_config": "TLS=tcp"}}``."""
+    """Parameters for each backend, by name of the backend, for example
+    ``{"UCX": {"engine_config": "TLS=tcp"}}``."""
     num_threads: int = 0
-    """Threads per agent of the backends UCX and LIBFABRIC; 0: the transport's own one."""
+    """Number of threads per agent in the backends UCX and LIBFABRIC; 0: the transport's own
+    thread."""
     chunk_bytes: int = 8 << 20
-    """Bytes per READ; what has not been posted yet can be cancelled."""
+    """Number of bytes per READ; READs that are not yet posted can be cancelled."""
     max_descriptors: int = 2048
-    """Segments per READ at most."""
+    """Largest number of segments per READ."""
     max_agents: int = 8
-    """Agents that read, at most; each registers the memory into which it reads. Connections share
-    them: when one has to end, the READs of all that share it are posted again."""
+    """Largest number of agents that read; each agent registers the memory into which it reads.
+    Connections share agents: when an agent must end, the READs of all connections that share the
+    agent are posted again."""
     device_memory: bool = False
-    """Whether KV caches on GPUs are served and read into as they are, without copies in host
-    memory; the backends must know the GPU's memory (UCX with CUDA does)."""
+    """Whether KV caches on GPUs are served and read in place, without copies in host memory; the
+    backends must know the GPU's memory (UCX with CUDA does)."""
+    only_rdma: bool = False
+    """Whether only pairs with RDMA use this transport; other pairs use the next transport."""
 
     def __post_init__(self) -> None:
         if not self.backends:
@@ -101,42 +106,56 @@ class NixlTransport(Transport):
     addressing = Addressing.SEGMENTS
     fences = True
     least_segment_bytes = 32 << 10
-    """Over UCX on a host of two cores, where the source is dense: placing moves at 0.07 of the rate
-    of staging with segments of 512 bytes over shared memory, 0.36 with 4 KiB, 0.75 with 16 KiB and
-    1.06 with 32 KiB; over TCP at 0.10, 0.64, 0.93 and 0.91, and at 1.13 with 64 KiB. Where the
-    source is scattered too they are alike up to 2 KiB, and placing is ahead with longer ones."""
+    """Mean number of bytes of a segment from which placing is faster than staging. Measured over
+    UCX on a host with two cores, with a dense source. Over shared memory, placing moves at 0.07 of
+    the rate of staging with segments of 512 bytes, 0.36 with 4 KiB, 0.75 with 16 KiB and 1.06 with
+    32 KiB. Over TCP the rates are 0.10, 0.64, 0.93 and 0.91, and 1.13 with 64 KiB. With a scattered
+    source, both are equally fast up to 2 KiB, and placing is faster with longer segments."""
     ExtraConfig = NixlExtraConfig
 
     def __init__(self, extra: NixlExtraConfig, stall_timeout_s: float) -> None:
         self._extra = extra
         self._regions = Regions()
         self._transfers = Transfers()
-        options = AgentOptions(extra.backends, extra.backend_params, extra.num_threads)
+        options = AgentOptions(
+            extra.backends, extra.backend_params, extra.num_threads, extra.device_memory
+        )
+        if extra.device_memory:
+            logger.info(
+                "nixl: the backends get %s; of UCX's settings, those in the environment count",
+                {backend: options.params(backend) for backend in extra.backends},
+            )
         self.fences = options.fenced
         self._serving: Agent = Agent(options)
         self._lock = threading.Lock()
-        """Of the serving agent."""
+        """Guards the serving agent."""
         self._serves = False
         self._make = partial(SharedAgent, options, self._regions, stall_timeout_s)
         self._agents: tuple[SharedAgent, ...] = ()
-        """Those that read."""
+        """Agents that read."""
         self._joins = threading.Lock()
-        """Guards the choice of one."""
+        """Guards the choice of an agent for a connection."""
         self._pause_s = _SHORTEST_S
         self._thread = Mailbox("nixl", self._look).start()
 
     @classmethod
     def open(cls, options: TransportOptions) -> "NixlTransport":
-        """Makes the agent that serves, loads the copier and starts the thread.
+        """Makes the serving agent, loads the copier and starts the thread.
 
-        ``options.host`` means nothing here: the backends choose their devices, and their
-        parameters restrict them.
+        ``options.host`` has no effect: the backends choose their devices, and ``backend_params``
+        restrict the choice.
 
         Raises:
             ConfigError: NIXL is not installed; a backend does not exist or does not start; unknown
                 or wrong keys in ``options.extra``.
+            HostError: ``only_rdma`` is set, and this machine has no RDMA.
         """
         extra = parse_struct(NixlExtraConfig, options.extra, "nixl")
+        if extra.only_rdma and not has_rdma():
+            raise HostError(
+                "only_rdma: no port in /sys/class/infiniband is active, or no device in "
+                "/dev/infiniband may be opened; take another transport"
+            )
         warm()
         kind = NixlDeviceTransport if extra.device_memory else NixlTransport
         return kind(extra, options.stall_timeout_s)
@@ -170,17 +189,21 @@ class NixlTransport(Transport):
                 known.spans, known.served_nbytes, known.devices.tolist(), strict=False
             )
         )
-        return encode_endpoint(agent, metadata, regions)
+        return encode_endpoint(agent, metadata, regions, rdma=has_rdma())
 
     def connect(self, endpoint: bytes) -> NixlPeer:
-        """Takes note of a peer; NIXL connects at the first read, and where nobody is, that fails.
+        """Makes a peer and returns at once; if no rank serves there, the first read fails.
 
-        The peer is read from by an agent of its own as long as there may be one more.
+        The thread makes an agent and the connection, so that no read waits for them. The peer gets
+        its own agent as long as there are fewer than ``max_agents``.
 
         Raises:
             DecodeError: the endpoint does not decode.
+            PeerLostError: ``only_rdma`` is set, and the peer has no RDMA.
         """
         described = decode_endpoint(endpoint)
+        if self._extra.only_rdma and not described.rdma:
+            raise PeerLostError(f"only_rdma: {described.agent} has no active port for RDMA")
         with self._joins:
             agent = min(self._agents, key=partial(_load_of, described.agent), default=None)
             if agent is None or (agent.names and len(self._agents) < self._extra.max_agents):
@@ -188,12 +211,13 @@ class NixlTransport(Transport):
                 self._agents = (*self._agents, agent)
             peer = NixlPeer(described, agent, self._wake)
             agent.join(peer)
-            return peer
+        self._wake()
+        return peer
 
     def read(
         self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
     ) -> Transfer:
-        """See :meth:`Transport.read`. A short one is often over when this returns."""
+        """See :meth:`Transport.read`. A short read is often over when the call returns."""
         ours = own_peer(peer, NixlPeer)
         check_bounds(tiles, runs, ours.region_bytes, self._regions.nbytes)
         kinds = ours.kinds, tuple(memory_kind(span) for span in self._regions.spans)
@@ -211,15 +235,18 @@ class NixlTransport(Transport):
         return self._transfers.poll()
 
     def cancel(self, transfer: Transfer) -> None:
-        """See :meth:`Transport.cancel`; terminal once the READs that were posted are done, or
-        their agent has ended.
+        """See :meth:`Transport.cancel`.
+
+        The transfer is terminal once its posted READs are done, or their agent has ended.
         """
         self._transfers.cancel(transfer)
         self._wake()
 
     def close(self) -> None:
-        """See :meth:`Transport.close`. READs under way complete within :data:`END_S`, or end with
-        their agents.
+        """See :meth:`Transport.close`.
+
+        READs in progress complete within :data:`~kvferry.transports.nixl_reader.END_S` seconds, or
+        end with their agents.
         """
         if not self._transfers.close():
             return
@@ -238,10 +265,10 @@ class NixlTransport(Transport):
             logger.error("READs may still land; the memory is kept until the process ends")
 
     def _serve(self, region: int, serve: bool) -> int:
-        """Lets peers read a region of ours if they may; returns its id.
+        """Lets peers read a local region if ``serve`` is true; returns the region id.
 
         Raises:
-            TransferError: it cannot be registered, or the transport is closed.
+            TransferError: NIXL cannot register the region, or the transport is closed.
         """
         if serve:
             span, device = self._regions.spans[region], int(self._regions.devices[region])
@@ -264,7 +291,7 @@ class NixlTransport(Transport):
             self._wake()
 
     def _wake(self) -> None:
-        """Has the thread look now."""
+        """Makes the thread look now."""
         self._thread.post(self._hurry)
 
     # ---- the thread ---------------------------------------------------------------------------
@@ -273,7 +300,7 @@ class NixlTransport(Transport):
         self._pause_s = _SHORTEST_S
 
     def _look(self) -> float | None:
-        """One look at everything; seconds until the next."""
+        """Looks once at all agents; returns the seconds until the next look."""
         progressed, under_way = False, False
         for agent in self._agents:
             ended, more = agent.look()
@@ -291,7 +318,7 @@ class NixlTransport(Transport):
         return pause_s
 
     def _make_progress(self) -> bool:
-        """For those who read our memory; whether there was any to make."""
+        """Makes progress for the readers of local memory; returns whether there was any."""
         began = time.perf_counter()
         with self._lock:
             self._serving.serve()
@@ -299,19 +326,22 @@ class NixlTransport(Transport):
 
 
 def _load_of(name: str, agent: SharedAgent) -> tuple[bool, int]:
-    """Connections to one serving agent are better kept apart: they would end together."""
+    """Sort key to choose an agent for a new connection to ``name``.
+
+    Connections to the same serving agent are better kept apart: these would end together.
+    """
     names = agent.names
     return name in names, len(names)
 
 
 class NixlDeviceTransport(NixlTransport, DeviceTransport):
-    """NIXL READs between registered memories of GPUs too."""
+    """NIXL READs between registered memories, also memories of GPUs."""
 
     def allocate_device(self, nbytes: int) -> tuple[int, MemorySpan]:
-        """Not here: NIXL has no memory of its own.
+        """Always fails: NIXL cannot allocate memory.
 
         Raises:
-            TransferError: always; register memory that exists.
+            TransferError: always; register existing memory instead.
         """
         raise TransferError(f"nixl allocates no device memory; register {nbytes} bytes of yours")
 

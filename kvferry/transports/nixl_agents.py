@@ -1,22 +1,22 @@
-"""Where NIXL's agents and errors become ours.
+"""The seam to NIXL: kvferry's own classes and errors around NIXL's agents.
 
-An :class:`Agent` is used by one thread at a time, any one. NIXL's own progress thread is off: it
-looks without a pause and would take a core of every rank; progress is made by whoever owns the
-agent.
+Only a single thread at a time may use an :class:`Agent`; any thread may. NIXL's own progress thread
+is off, because it polls without a pause and would take a core of every rank. The owner of the agent
+makes progress instead.
 
-**What proves that nothing lands any more.** A READ that NIXL reports as done, and nothing else that
-it says. A released handle cancels nothing on the wire; neither does a removed remote agent, nor
-deregistered memory. An error ends a READ for NIXL at its first failed descriptor, while others of
-it may still be under way. What does prove it, for the backends in ``FENCED_BACKENDS``, is the end
-of the whole agent: UCX's worker closes its sockets and destroys its queue pairs, and after that
-neither the kernel nor a network card has anywhere to put late bytes. Copies that the worker has
-enqueued on a GPU of ours outlive it; when that GPU has done all its work, they are over too. So
-:meth:`Agent.destroy` also looks whether the agent is really gone, because one forgotten reference
-to it would keep the worker alive.
+**What proves that no byte lands any more.** A READ that NIXL reports as done proves this; no other
+report of NIXL does. A released handle cancels nothing on the wire; neither does a removed remote
+agent, nor deregistered memory. For NIXL, an error ends a READ at its first failed descriptor, while
+other descriptors of the READ may still be in progress. For the backends in ``FENCED_BACKENDS``, the
+end of the whole agent is a proof: UCX's worker closes its sockets and destroys its queue pairs, and
+afterwards neither the kernel nor a network card can put late bytes anywhere. Copies that the worker
+has enqueued on a local GPU outlive the worker; they are over when that GPU has done all its work.
+:meth:`Agent.destroy` also checks that the agent is really gone, because a single forgotten
+reference would keep the worker alive.
 
-**What peers are told.** NIXL parses an agent's metadata with code of its own, which malformed bytes
-can crash. A digest keeps bytes that were garbled or cut short away from it; against a peer that
-lies on purpose only the control channel's keys protect.
+**Metadata of peers.** NIXL parses an agent's metadata with its own code, which malformed bytes can
+crash. A digest keeps garbled or truncated bytes away from NIXL. Only the control channel's keys
+protect against a peer that lies on purpose.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ import uuid
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
@@ -47,28 +48,31 @@ from kvferry.layouts.arrays import MemorySpan
 logger = logging.getLogger(__name__)
 
 Rows: TypeAlias = npt.NDArray[np.uint64]
-"""Descriptors: one row of address, bytes and device each."""
+"""Descriptors: each row has an address, a number of bytes and a device."""
 Handle: TypeAlias = Any
 """NIXL's handle of a READ."""
 
+_RDMA_PORTS, _RDMA_DEVICES = Path("/sys/class/infiniband"), Path("/dev/infiniband")
 FENCED_BACKENDS = frozenset({"UCX"})
-"""Backends for which the end of an agent proves that nothing lands any more."""
+"""Backends for which the end of an agent proves that no byte lands any more."""
 _THREADED_BACKENDS = frozenset({"UCX", "LIBFABRIC"})
 _UCX_CONFIG = "KEEPALIVE_INTERVAL=1s"
-"""So that a peer that died is noticed in seconds; UCX's own default is 20."""
+"""UCX setting to notice a dead peer within seconds; UCX's own default is 20 seconds."""
+_UCX_GPU_CONFIG = "CUDA_IPC_ENABLE_GET_ZCOPY=on"
+"""UCX setting to read GPU memory over CUDA IPC; without NVLink, UCX itself would choose TCP."""
 _LOST = frozenset({"nixlRemoteDisconnectError", "nixlCancelledError"})
-"""NIXL's errors that mean that the peer is gone, whatever was being done."""
+"""Names of NIXL's errors which mean that the peer is gone, whatever was being done."""
 VERSION = 1
-"""Of the endpoint."""
+"""Version of the endpoint."""
 MAX_METADATA_BYTES = 16 << 20
-"""Largest agent metadata that is handed to NIXL."""
+"""Largest number of bytes of agent metadata that is given to NIXL."""
 _MEMORIES = ("DRAM", "VRAM")
 
 
 def error_of(
     error: Exception, doing: str, kind: type[KVFerryError] = TransferError
 ) -> KVFerryError:
-    """Our error for one of NIXL's; ``kind`` unless NIXL says that the peer is gone."""
+    """The kvferry error for a NIXL error: ``PeerLostError`` if NIXL says so, else ``kind``."""
     name = type(error).__name__
     text = f"{doing}: NIXL says {str(error) or name}"
     return PeerLostError(text) if name in _LOST else kind(text)
@@ -76,10 +80,11 @@ def error_of(
 
 @contextlib.contextmanager
 def nixl_errors(doing: str, kind: type[KVFerryError] = TransferError) -> Iterator[None]:
-    """Raises every error of the block as the one of ours that it means.
+    """Raises every error in the block as the matching kvferry error.
 
-    NIXL's errors have no common base but ``Exception``, and its bindings raise ``RuntimeError`` and
-    ``ValueError`` besides. They are not chained: their frames would keep the agent alive.
+    NIXL's errors have no common base but ``Exception``, and NIXL's bindings also raise
+    ``RuntimeError`` and ``ValueError``. The errors are not chained: their frames would keep the
+    agent alive.
     """
     try:
         yield
@@ -102,6 +107,16 @@ def memory_kind(span: MemorySpan) -> str:
     return "DRAM" if span.is_host else "VRAM"
 
 
+def has_rdma() -> bool:
+    """Whether UCX finds a port for RDMA: an active port, and a device that may be opened."""
+    try:
+        active = any("ACTIVE" in port.read_text() for port in _RDMA_PORTS.glob("*/ports/*/state"))
+    except OSError:  # a device has gone, or does not report its state
+        return False
+    usable = os.R_OK | os.W_OK
+    return active and any(os.access(each, usable) for each in _RDMA_DEVICES.glob("uverbs*"))
+
+
 def _wait_for_devices(devices: set[int]) -> None:
     """Returns when GPUs have done all the work of this process."""
     import torch
@@ -114,9 +129,9 @@ def _load() -> Any:
     """NIXL's Python API.
 
     Raises:
-        ConfigError: it is not installed, or does not load.
+        ConfigError: NIXL is not installed, or does not load.
     """
-    # Of an agent that ends UCX lists every segment that was under way.
+    # When an agent ends, UCX would log every segment in progress.
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     try:
         from nixl import _api
@@ -126,38 +141,46 @@ def _load() -> Any:
             "without CUDA's packages `pip install --no-deps nixl nixl-cu12`"
         ) from error
     if "NIXL_LOG_LEVEL" not in os.environ:
-        # It writes a line per agent to stdout, which is the application's.
+        # NIXL writes a line per agent to stdout, which belongs to the application.
         logging.getLogger("nixl").setLevel(logging.WARNING)
     return _api
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """What every agent of a transport is made with."""
+    """Options of every agent of a transport."""
 
     backends: tuple[str, ...] = ("UCX",)
     backend_params: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By backend: the parameters that NIXL hands to it."""
+    """Parameters for each backend, by name of the backend."""
     num_threads: int = 0
-    """Threads of backends that have some; 0 leaves the work to the calling thread."""
+    """Number of threads of a backend that has threads; 0 leaves the work to the calling thread."""
+    device_memory: bool = False
+    """Whether memory of GPUs is read."""
 
     def params(self, backend: str) -> dict[str, str]:
-        """Parameters of one backend."""
+        """Parameters of one backend.
+
+        The user's settings of UCX come last and so override kvferry's. NIXL overrides no setting
+        from the environment.
+        """
         params = dict(self.backend_params.get(backend, {}))
         if self.num_threads and backend in _THREADED_BACKENDS:
             params.setdefault("num_threads", str(self.num_threads))
         if backend == "UCX":
-            params.setdefault("engine_config", _UCX_CONFIG)
+            ours = (_UCX_CONFIG, _UCX_GPU_CONFIG) if self.device_memory else (_UCX_CONFIG,)
+            theirs = params.get("engine_config")
+            params["engine_config"] = ",".join(ours if theirs is None else (*ours, theirs))
         return params
 
     @property
     def fenced(self) -> bool:
-        """Whether the end of an agent proves that nothing lands any more."""
+        """Whether the end of an agent proves that no byte lands any more."""
         return FENCED_BACKENDS.issuperset(self.backends)
 
 
 class Agent:
-    """One NIXL agent and the memory that it knows."""
+    """A NIXL agent and the memory that the agent knows."""
 
     def __init__(self, options: AgentOptions) -> None:
         """Makes the agent and its backends.
@@ -187,21 +210,21 @@ class Agent:
 
     @property
     def name(self) -> str:
-        """Under which peers know it; random, so that no two starts share one."""
+        """Name of the agent for peers; random, so that no two starts share a name."""
         name: str = self._agent.name
         return name
 
     def metadata(self) -> bytes:
-        """What a peer's agent needs to reach this one and the memory registered so far."""
+        """Bytes with which a peer's agent reaches this agent and the memory registered so far."""
         with nixl_errors("cannot describe our agent"):
             metadata: bytes = self._agent.get_agent_metadata()
             return metadata
 
     def register(self, span: MemorySpan, device: int) -> None:
-        """Lets peers or our own READs use memory of this host, or of its GPU number ``device``.
+        """Registers host memory, or memory of local GPU ``device``, for local and remote READs.
 
         Raises:
-            TransferError: a backend cannot register it.
+            TransferError: a backend cannot register the memory.
         """
         rows = np.array([[span.address, span.nbytes, device]], dtype=np.uint64)
         with nixl_errors(f"cannot register {span.nbytes} bytes on {span.device}"):
@@ -210,10 +233,10 @@ class Agent:
             self._devices.add(device)
 
     def connect(self, metadata: bytes, name: str) -> None:
-        """Makes a peer known. The connection itself comes with the first READ.
+        """Makes a peer known to the agent. The connection itself comes with the first READ.
 
         Raises:
-            DecodeError: NIXL refuses the metadata, or it is another agent's.
+            DecodeError: NIXL refuses the metadata, or the metadata is of another agent.
         """
         with nixl_errors("cannot use the metadata of the peer's agent", DecodeError):
             loaded = self._agent.add_remote_agent(metadata)
@@ -221,23 +244,23 @@ class Agent:
             raise DecodeError(f"the peer's metadata is of agent {loaded!r}, not of {name!r}")
 
     def forget(self, name: str) -> None:
-        """Ends the connection to a peer of which nothing is under way."""
+        """Ends the connection to a peer without READs in progress."""
         try:
             self._agent.remove_remote_agent(name)
-        except Exception as error:  # it may be gone already
+        except Exception as error:  # the remote agent may be gone already
             logger.debug("agent %s was not removed: %s", name, error)
 
     def prepare(self, name: str, kinds: tuple[str, str], source: Rows, target: Rows) -> Handle:
-        """A READ from ``source`` at the peer to ``target``; nothing of it moves yet.
+        """A READ from ``source`` at the peer to ``target``; no byte moves yet.
 
         Args:
-            name: of the peer's agent.
-            kinds: of the memory of source and target, ``DRAM`` or ``VRAM``.
-            source: at the peer.
-            target: here.
+            name: name of the peer's agent.
+            kinds: kinds of memory of source and target, ``DRAM`` or ``VRAM``.
+            source: descriptors at the peer.
+            target: local descriptors.
 
         Raises:
-            TransferError: NIXL knows no way, or the rows leave the registered memory.
+            TransferError: NIXL has no path, or the rows leave the registered memory.
             PeerLostError: the peer is gone.
         """
         with nixl_errors(f"cannot prepare a READ of {len(source)} descriptors"):
@@ -249,16 +272,16 @@ class Agent:
             )
 
     def start(self, handle: Handle) -> bool:
-        """Posts a prepared READ; whether it is done. Over shared memory it copies right here.
+        """Posts a prepared READ; returns whether it is done. Shared memory is copied right here.
 
         Raises:
-            PeerLostError, TransferError: it failed. That proves nothing: see the module.
+            PeerLostError, TransferError: the READ failed. That proves nothing: see the module.
         """
         with nixl_errors("a READ cannot be posted"):
             return self._is_done(self._agent.transfer(handle))
 
     def is_done(self, handle: Handle) -> bool:
-        """Makes progress; whether the READ is done. Raises as :meth:`start`."""
+        """Makes progress; returns whether the READ is done. Raises the errors of :meth:`start`."""
         with nixl_errors("a READ failed"):
             return self._is_done(self._agent.check_xfer_state(handle))
 
@@ -268,20 +291,21 @@ class Agent:
         return state == "DONE"
 
     def release(self, handle: Handle) -> None:
-        """Gives back the handle of a READ that is done."""
+        """Releases the handle of a READ that is done."""
         with nixl_errors("cannot release a READ"):
             self._agent.release_xfer_handle(handle)
 
     def serve(self) -> None:
-        """Makes the progress that readers wait for, where a backend needs ours."""
+        """Makes progress for readers, if a backend needs it."""
         with nixl_errors("cannot serve"):
             self._agent.get_new_notifs()
 
     def destroy(self, running: list[Handle]) -> bool:
-        """Ends the agent, READs under way included; empties ``running``.
+        """Ends the agent, including READs in progress; empties ``running``.
 
-        Returns whether that proves that nothing of them can land any more; :meth:`is_over` may be
-        asked again later. A stopped peer cannot hold it up. The agent must not be used again.
+        Returns whether the end proves that no byte of the READs can land any more; the caller may
+        ask :meth:`is_over` again later. A stopped peer cannot delay the call. The agent must not be
+        used afterwards.
         """
         while running:
             _give_up(running.pop())  # no name here may keep a handle, which keeps the agent
@@ -291,7 +315,7 @@ class Agent:
         return self.is_over()
 
     def is_over(self) -> bool:
-        """Whether it is proved, after :meth:`destroy`, that nothing lands any more."""
+        """Whether it is proved, after :meth:`destroy`, that no byte lands any more."""
         if self._core() is not None or not self._options.fenced:
             return False
         if self._devices:
@@ -302,51 +326,55 @@ class Agent:
 def _give_up(handle: Handle) -> None:
     try:
         handle.release()
-    except Exception as error:  # the backend could not cancel it; the agent goes anyway
+    except Exception as error:  # the backend could not cancel the READ; the agent goes anyway
         logger.debug("a READ under way was not released: %s", error)
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
-    """One region, where it lies in the serving process."""
+    """A region, as it lies in the serving process."""
 
     address: int
     nbytes: int
-    """0 for a region that is not served."""
+    """Number of bytes of the region; 0 for a region that is not served."""
     memory: str = "DRAM"
-    """NIXL's name of the kind: ``DRAM`` is host memory, ``VRAM`` a GPU's."""
+    """NIXL's name of the kind of memory: ``DRAM`` for host memory, ``VRAM`` for memory of a GPU."""
     device: int = 0
     """Number of the GPU."""
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Who serves, and what. Travels in the engine's description."""
+class AgentEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Agent and regions of a serving rank. Travels in the engine's description."""
 
     transport: str = "nixl"
     version: int = VERSION
     agent: str
-    """The agent's name."""
+    """Name of the serving agent."""
     metadata: bytes
-    """What NIXL needs to reach it: opaque to us."""
+    """Bytes with which NIXL reaches the serving agent; opaque to kvferry."""
     digest: bytes
     """SHA-256 of the metadata."""
     regions: tuple[Region, ...]
+    rdma: bool = False
+    """Whether the serving rank has a port for RDMA."""
 
 
-def encode_endpoint(agent: str, metadata: bytes, regions: tuple[Region, ...]) -> bytes:
+def encode_endpoint(
+    agent: str, metadata: bytes, regions: tuple[Region, ...], *, rdma: bool = False
+) -> bytes:
     """The endpoint as bytes."""
     digest = hashlib.sha256(metadata).digest()
     return msgspec.msgpack.encode(
-        Endpoint(agent=agent, metadata=metadata, digest=digest, regions=regions)
+        AgentEndpoint(agent=agent, metadata=metadata, digest=digest, regions=regions, rdma=rdma)
     )
 
 
-def decode_endpoint(data: bytes) -> Endpoint:
-    """Who serves, and what.
+def decode_endpoint(data: bytes) -> AgentEndpoint:
+    """Decodes the endpoint of a serving rank.
 
     Raises:
-        DecodeError: it does not match the schema, or speaks of impossible memory.
+        DecodeError: the data does not match the schema, or names impossible memory.
     """
-    endpoint = decode_as(Endpoint, data, "nixl", VERSION)
+    endpoint = decode_as(AgentEndpoint, data, "nixl", VERSION)
     if not endpoint.agent or not 0 < len(endpoint.metadata) <= MAX_METADATA_BYTES:
         raise DecodeError(
             f"endpoint: agent {endpoint.agent[:80]!r} with {len(endpoint.metadata)} bytes of "

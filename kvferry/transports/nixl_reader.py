@@ -1,27 +1,29 @@
-"""Agents that read, and the connections that share them.
+"""Agents that read, and the connections that share these agents.
 
-NIXL cannot take a READ back; what ends one that does not complete is the end of its agent (see
-:mod:`~kvferry.transports.nixl_agents`). An agent costs as much registered memory as it reads into,
-so their number is bounded, and connections may share one. Whatever forces the end of an agent, only
-what caused it fails: READs of sources that answer have a while to complete, and what is left of
-them is posted again by the agent that takes its place.
+NIXL cannot take a READ back. A READ that does not complete ends only with its agent (see
+:mod:`~kvferry.transports.nixl_agents`). Each agent registers all memory into which it reads, so the
+number of agents is bounded, and connections may share an agent. Whatever forces the end of an
+agent, only the reads of its cause fail. READs of sources that answer have some time to complete;
+the agent's successor posts the remaining READs again.
 
-Each agent has one lock, and who holds it posts READs and sees which are done. A short read is
-posted by the thread that asks for it, which over shared memory is all there is to do. What that
-thread cannot do at once, because somebody else has the lock or because it takes long, is done by
-the thread of the service, which looks at what is under way::
+Each agent has a lock. The holder of the lock posts READs and checks which READs are done. The
+thread that calls ``read`` posts a short read itself; over shared memory this completes the read.
+The thread of the transport does everything that the calling thread cannot do at once, because
+another thread has the lock or because the work takes long. The thread of the transport also checks
+READs in progress::
 
     read() ──▶ peer.turns ──▶ post ──▶ peer.posts ──▶ done
                  ▲                         │
                  └─── posted again ◀── agent ended
 
-A READ under way counts as a writer of its :class:`~kvferry.transports.base.Transfer`, so that no
-read is terminal before each of its READs is done, or its agent has provably ended.
+A READ in progress counts as a writer of its :class:`~kvferry.transports.base.Transfer`. So no read
+is terminal before each of its READs is done, or its agent has provably ended.
 """
 
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -34,38 +36,44 @@ import numpy.typing as npt
 
 from kvferry.errors import KVFerryError, PeerLostError, ProtocolError, StalledError
 from kvferry.transports.base import Peer, Transfer, Transfers
-from kvferry.transports.nixl_agents import Agent, AgentOptions, Endpoint, Handle, Rows
-from kvferry.transports.nixl_segments import Request, Segments
+from kvferry.transports.nixl_agents import Agent, AgentEndpoint, AgentOptions, Handle, Rows
+from kvferry.transports.nixl_segments import SegmentRequest, Segments
 from kvferry.transports.regions import Regions
 
 logger = logging.getLogger(__name__)
 
 _READS_AHEAD = 4
-"""READs posted per connection at a time; beyond, cancelling would come too late."""
+"""Number of READs posted per connection at a time; with more, cancelling would come too late."""
 SHORT_BYTES = 2 << 20
-"""Bytes of a read that is posted by the thread that asks for it."""
+"""Number of bytes up to which the calling thread itself posts a read."""
 END_S = 3.0
-"""Seconds that READs under way have to complete, once their read was cancelled or their agent must
-end. Not less: over TCP, UCX aborts the process of a source that still answers READs when it finds
-their reader gone (1.22; its replies to a READ do not expect a connection that has failed)."""
+"""Seconds that READs in progress have to complete, after their read was cancelled or their agent
+must end. Not less: over TCP, and over shared memory without CMA, UCX aborts the process of a source
+that still answers READs when UCX finds their reader gone (1.22; UCX's replies to a READ do not
+expect a failed connection)."""
+
+_MEET_S = 1.0
+"""Seconds for which UCX gets processor time to make a connection, once a peer is known."""
 
 
 class NixlRead(Transfer):
-    """One read, and the READs that have not been posted yet."""
+    """A read, and its READs that are not posted yet."""
 
-    def __init__(self, nbytes: int, transfers: Transfers, requests: Iterator[Request]) -> None:
+    def __init__(
+        self, nbytes: int, transfers: Transfers, requests: Iterator[SegmentRequest]
+    ) -> None:
         super().__init__(nbytes, transfers)
         self.requests = requests
         self.given_up: float | None = None
-        """``time.monotonic()`` when it was first found stopped with READs under way."""
+        """``time.monotonic()`` at which the read was first found stopped with READs in progress."""
 
 
 @dataclass(slots=True, eq=False)
 class _Post:
-    """One READ under way."""
+    """A READ in progress."""
 
     read: NixlRead
-    request: Request
+    request: SegmentRequest
     handle: Handle
 
 
@@ -73,30 +81,39 @@ class NixlPeer(Peer):
     """A connection to one serving rank."""
 
     def __init__(
-        self, endpoint: Endpoint, agent: "SharedAgent", wake: Callable[[], object]
+        self, endpoint: AgentEndpoint, agent: "SharedAgent", wake: Callable[[], object]
     ) -> None:
-        """``wake`` has the service look at it."""
+        """``wake`` makes the transport's thread look at the peer."""
         self.endpoint = endpoint
         self.agent = agent
-        """What reads from it."""
+        """Agent that reads from the peer."""
         self.region_bytes = tuple(region.nbytes for region in endpoint.regions)
-        """By region id; 0 where nothing is served."""
+        """Number of bytes of each region, by region id; 0 for a region that is not served."""
         self.kinds = tuple(region.memory for region in endpoint.regions)
-        """By region id: NIXL's name of the kind of memory."""
+        """NIXL's name of the kind of memory of each region, by region id."""
         self.addresses = np.array([region.address for region in endpoint.regions], np.int64)
         self.devices = np.array([region.device for region in endpoint.regions], np.uint64)
         self.turns: deque[NixlRead] = deque()
-        """Reads that have READs left to post, next first. Anybody may append."""
+        """Reads with READs left to post, next first. Any thread may append."""
         self.posts: list[_Post] = []
-        """Guarded by the agent's lock."""
+        """READs in progress. Guarded by the agent's lock."""
         self.lost: KVFerryError | None = None
-        """Why it is gone, once it is."""
+        """Error that ended the connection; ``None`` while the peer is there."""
         self.drains = False
-        """Whether READs under way are waited for although it is gone: this side has closed it."""
+        """Whether to wait for READs in progress although the peer is lost, because this side closed
+        it."""
+        self.meets_until = math.inf
+        """``time.monotonic()`` until which the connection is made; infinite before the
+        beginning."""
         self._wake = wake
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the peer reads or waits to read, or its connection is being made."""
+        return bool(self.turns or self.posts) or time.monotonic() < self.meets_until
+
     def lose(self, error: KVFerryError) -> None:
-        """Nothing is read from it any more; the service ends what is under way. Idempotent."""
+        """Marks the peer as lost; the transport's thread ends its READs in progress. Idempotent."""
         if self.lost is None:
             kept = isinstance(error, PeerLostError | ProtocolError)
             # Without its frames, which would keep the agent alive.
@@ -105,9 +122,9 @@ class NixlPeer(Peer):
         self._wake()
 
     def refuse_turns(self) -> None:
-        """Fails what waits at a lost connection. By whoever finds it lost after adding to it."""
+        """Fails waiting reads; called by a thread that finds the peer lost after adding a read."""
         error = PeerLostError(f"the peer was lost before: {self.lost}")
-        with contextlib.suppress(IndexError):  # others do the same
+        with contextlib.suppress(IndexError):  # other threads do the same
             while True:
                 self.turns.popleft().fail(error)
 
@@ -118,7 +135,7 @@ class NixlPeer(Peer):
 
 
 class SharedAgent:
-    """An agent that reads for some connections. There is none while nothing is read."""
+    """An agent that reads for some connections. The agent is made with the first connection."""
 
     def __init__(self, options: AgentOptions, regions: Regions, stall_timeout_s: float) -> None:
         self._options = options
@@ -129,32 +146,34 @@ class SharedAgent:
         self._joining: deque[NixlPeer] = deque()
         self.agent: Agent | None = None
         self.registered: set[int] = set()
-        """Those of our regions that the agent knows: the ones into which it has read."""
+        """Ids of local regions that the agent has registered: the regions into which it has
+        read."""
         self._known: dict[str, bytes] = {}
-        """Name of a serving agent → digest of the metadata with which ours knows it."""
+        """Name of a serving agent → digest of the metadata with which the local agent knows it."""
         self._ends_since: float | None = None
-        """``time.monotonic()`` when it was found that the agent must end: nothing more is posted,
-        and what can still complete is waited for."""
+        """``time.monotonic()`` at which the agent was found to need an end; then no more READs are
+        posted, and READs that can still complete are awaited."""
         self._ended: list[tuple[Agent, list[NixlRead]]] = []
-        """Agents whose end is not proved, and whose READs those are that were under way."""
+        """Agents without a proved end, each with the reads whose READs were in progress."""
         self._reports: list[Callable[[], object]] = []
-        """What is to be told when the lock is released: who hears of an end may ask for more."""
+        """Callbacks for after the release of the lock: a listener of an end may start another
+        read."""
 
     # ---- any thread ---------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:
-        """Names of the serving agents of its connections."""
+        """Names of the serving agents of the connections."""
         return [peer.endpoint.agent for peer in (*self._peers, *self._joining)]
 
     def join(self, peer: NixlPeer) -> None:
-        """Reads for one more connection."""
+        """Adds a connection."""
         self._joining.append(peer)
 
     def post_now(self, peer: NixlPeer) -> bool:
-        """Posts what is waiting at a connection if that can be done at once.
+        """Posts the waiting reads of a connection if that can be done at once.
 
-        It does not wait for other threads. Whether nothing is left to do for the connection.
+        Does not wait for other threads. Returns whether no work is left for the connection.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -168,31 +187,31 @@ class SharedAgent:
 
     @property
     def is_reading(self) -> bool:
-        """Whether READs are under way."""
+        """Whether READs are in progress."""
         return any(peer.posts for peer in self._peers)
 
     @property
     def may_be_written(self) -> bool:
-        """Whether something may land of which nothing is known."""
+        """Whether bytes of READs with an unknown outcome may still land."""
         return any(reads for _, reads in self._ended)
 
     # ---- the service's thread -----------------------------------------------------------------
 
     def look(self) -> tuple[bool, bool]:
-        """Does what is due; whether anything ended, and whether anything is under way."""
+        """Does all due work; returns whether any read ended, and whether work is in progress."""
         self._lock.acquire()
         try:
             while self._joining:
-                self._peers.append(self._joining[0])  # in this order: it is never in none of them
+                self._peers.append(self._joining[0])  # in this order: never in neither list
                 self._joining.popleft()
             for peer in self._peers:
-                if peer.lost is None and (peer.turns or peer.posts):
+                if peer.lost is None and peer.is_busy:
                     self._go_on(peer)
                 elif peer.drains:
                     self._check(peer)
             self._end_what_must_end(time.monotonic())
             self._look_for_the_end()
-            under_way = any(peer.turns or peer.posts for peer in self._peers)
+            under_way = any(peer.is_busy for peer in self._peers)
             return bool(self._reports), under_way or (self._options.fenced and bool(self._ended))
         finally:
             self._release()
@@ -214,17 +233,22 @@ class SharedAgent:
         return self._known.get(peer.endpoint.agent) == peer.endpoint.digest
 
     def _go_on(self, peer: NixlPeer) -> None:
+        is_met = peer.meets_until < math.inf
         try:
-            if not self._knows(peer):
+            if not self._knows(peer) and (peer.turns or not is_met):
                 self._introduce(peer)
+            elif self.agent is not None and not (peer.turns or peer.posts):
+                self.agent.serve()  # UCX makes the connection while asked for notifications
         except KVFerryError as error:
             peer.lose(error)
             return
+        peer.meets_until = min(peer.meets_until, time.monotonic() + _MEET_S)
         self._check(peer)
-        self._post(peer, may_register=True)
+        if self._knows(peer):  # a read may have come since the look at the turns
+            self._post(peer, may_register=True)
 
     def _introduce(self, peer: NixlPeer) -> None:
-        """Makes the agent if need be, and the peer known to it."""
+        """Makes the agent if needed, and makes the peer known to the agent."""
         if self.agent is None:
             self.agent = Agent(self._options)
         self.agent.connect(peer.endpoint.metadata, peer.endpoint.agent)
@@ -233,7 +257,7 @@ class SharedAgent:
     def _check(self, peer: NixlPeer) -> None:
         """Ends the READs that are done."""
         for post in list(peer.posts):
-            assert self.agent is not None  # it has posted them
+            assert self.agent is not None  # the agent has posted the READs
             try:
                 if not self.agent.is_done(post.handle):
                     continue
@@ -251,7 +275,7 @@ class SharedAgent:
         self._reports.append(partial(post.read.leave, nbytes, segments))
 
     def _post(self, peer: NixlPeer, *, may_register: bool) -> None:
-        """Posts READs of the reads whose turn it is; few, as others want the lock too."""
+        """Posts a few READs of the next reads; only a few, as other threads want the lock too."""
         for _ in range(_READS_AHEAD):
             if not peer.turns or len(peer.posts) >= _READS_AHEAD or peer.lost is not None:
                 return
@@ -270,15 +294,15 @@ class SharedAgent:
     def _registered_all(self, segments: Segments) -> bool:
         return self.registered.issuperset(segments["target_region"].tolist())
 
-    def _put_back(self, peer: NixlPeer, read: NixlRead, request: Request) -> None:
-        """A READ that was not posted, or that has ended with its agent, is posted later."""
+    def _put_back(self, peer: NixlPeer, read: NixlRead, request: SegmentRequest) -> None:
+        """Keeps a READ for later that was not posted, or that has ended with its agent."""
         read.requests = itertools.chain([request], read.requests)
         if read not in peer.turns:
             peer.turns.appendleft(read)
         self._reports.append(partial(read.leave, 0, 0))
 
-    def _post_one(self, peer: NixlPeer, read: NixlRead, request: Request) -> None:
-        assert self.agent is not None  # who called has made it
+    def _post_one(self, peer: NixlPeer, read: NixlRead, request: SegmentRequest) -> None:
+        assert self.agent is not None  # the caller has made the agent
         segments = request.segments
         read.progressed = time.monotonic()
         try:
@@ -287,7 +311,7 @@ class SharedAgent:
             target = _rows(segments, "target", self._regions.addresses, self._regions.devices)
             kinds = request.source_memory, request.target_memory
             handle = self.agent.prepare(peer.endpoint.agent, kinds, source, target)
-        except KVFerryError as error:  # nothing of it was posted
+        except KVFerryError as error:  # nothing of the READ was posted
             if isinstance(error, PeerLostError):
                 peer.lose(error)
             read.fail(error.with_traceback(None))
@@ -306,7 +330,7 @@ class SharedAgent:
         self._done(post)
 
     def _register(self, agent: Agent, segments: Segments) -> None:
-        # Not all of them: a cache of many GB that is only served would be pinned for each agent.
+        # Not all regions: each agent would pin a cache of many GB that is only served.
         for region in set(segments["target_region"].tolist()) - self.registered:
             agent.register(self._regions.spans[region], int(self._regions.devices[region]))
             self.registered.add(region)
@@ -314,14 +338,14 @@ class SharedAgent:
     # ---- ends ---------------------------------------------------------------------------------
 
     def _end_what_must_end(self, now: float) -> None:
-        """Drops lost connections, and ends the agent where READs cannot be waited for."""
+        """Drops lost connections, and ends the agent if it cannot wait for READs."""
         stuck: list[NixlPeer] = []
         if self._options.fenced:
             alive = [peer for peer in self._peers if peer.lost is None]
             stuck = [peer for peer in alive if self._is_stuck(peer, now)]
         lost = [peer for peer in self._peers if peer.lost is not None]
         self._reports += [peer.refuse_turns for peer in lost if peer.turns]
-        # A connection ends for all who read from the same serving agent over it.
+        # A connection ends for all readers of the same serving agent over this agent.
         names = {peer.endpoint.agent for peer in lost}
         must_end = bool(stuck) or any(p.posts for p in self._peers if p.endpoint.agent in names)
         if self.agent is not None and must_end and self._waits(stuck, now):
@@ -346,9 +370,10 @@ class SharedAgent:
         return reading and now - self._ends_since <= END_S
 
     def _is_stuck(self, peer: NixlPeer, now: float) -> bool:
-        """Whether a READ of a cancelled read takes too long, or one has stalled.
+        """Whether a READ of a cancelled read takes too long, or a READ has stalled.
 
-        Of a stalled connection all reads fail that have stalled themselves; the others were lost.
+        When a connection stalls, all its stalled reads fail as stalled; its other reads fail as
+        lost.
         """
         stuck = False
         for read in {post.read for post in peer.posts}:
@@ -364,7 +389,7 @@ class SharedAgent:
         return stuck
 
     def _end(self, agent: Agent, lost: list[NixlPeer]) -> None:
-        """Ends the agent. What had to do with lost connections fails, the rest is posted again."""
+        """Ends the agent. Reads of lost connections fail; the other READs are posted again."""
         handles: list[Handle] = []
         posts: list[tuple[NixlPeer, _Post]] = []
         for peer in (*self._peers, *lost):
@@ -388,7 +413,7 @@ class SharedAgent:
                 self._put_back(peer, post.read, post.request)
 
     def _keep(self, agent: Agent, posts: list[tuple[NixlPeer, _Post]]) -> None:
-        """Reads whose READs may land at any time fail, and are not terminal before that is over."""
+        """Fails reads whose READs may still land; these reads are not terminal before the proof."""
         if not posts:
             return
         for peer, post in posts:
@@ -402,7 +427,7 @@ class SharedAgent:
         )
 
     def _look_for_the_end(self) -> None:
-        """Agents that somebody held on to may have ended by now."""
+        """Checks agents that were still referenced: these may have ended by now."""
         for ended in list(self._ended):
             agent, reads = ended
             if agent.is_over():

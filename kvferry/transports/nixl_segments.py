@@ -1,7 +1,7 @@
-"""The READs of a read: its contiguous segments, merged, and dealt out to READs of bounded size.
+"""The READs of a read: contiguous segments, merged, and distributed over READs of bounded size.
 
-A tile merges neighbouring blocks of a table by itself. Segments of different tiles (layers, parts)
-are neighbours too where a block holds all layers; those are found by sorting.
+The segments of a single tile are merged already, if blocks are neighbours. Segments of different
+tiles (layers, parts) are neighbours too if a block holds all layers; sorting finds these.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ Segments: TypeAlias = npt.NDArray[np.void]
 """A 1-d array of ``SEGMENT_DTYPE``."""
 
 BATCH_BYTES = 256 << 20
-"""About how many bytes of a read are turned into segments at a time."""
+"""Approximate number of bytes of a read that are turned into segments at a time."""
 
 
-class Request(NamedTuple):
-    """What one READ moves."""
+class SegmentRequest(NamedTuple):
+    """The segments and kinds of memory of one READ."""
 
     source_memory: str
     """NIXL's name of the kind of memory: ``DRAM`` or ``VRAM``."""
@@ -30,7 +30,7 @@ class Request(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it moves."""
+        """Number of bytes that the READ moves."""
         return int(self.segments["nbytes"].sum())
 
 
@@ -40,25 +40,25 @@ def cut_requests(
     kinds: tuple[tuple[str, ...], tuple[str, ...]],
     chunk_bytes: int,
     max_descriptors: int,
-) -> Iterator[Request]:
-    """The READs of a read, worked out when it is their turn.
+) -> Iterator[SegmentRequest]:
+    """The READs of a read, computed only when their turn comes.
 
     Args:
         tiles: a 1-d array of ``TILE_DTYPE``.
         runs: a 1-d array of ``RUN_DTYPE``.
         kinds: NIXL's name of the kind of each source region and of each target region.
-        chunk_bytes: how many bytes a READ moves at most.
-        max_descriptors: how many segments it has at most.
+        chunk_bytes: largest number of bytes per READ.
+        max_descriptors: largest number of segments per READ.
     """
     for source_memory, target_memory, alike in _by_kind(tiles, *kinds):
         for batch in _batches(alike, runs):
             segments = cut_long(merge(expand(alike, batch)), chunk_bytes)
             for first, end in _deal(segments["nbytes"], chunk_bytes, max_descriptors):
-                yield Request(source_memory, target_memory, segments[first:end])
+                yield SegmentRequest(source_memory, target_memory, segments[first:end])
 
 
 def merge(segments: Segments) -> Segments:
-    """The same bytes in as few segments as can be, ordered by where they lie at the source.
+    """Merges segments into as few segments as possible, ordered by their place at the source.
 
     >>> from kvferry.layouts.copier import SEGMENT_DTYPE
     >>> rows = [(0, 64, 0, 64, 32), (0, 0, 0, 0, 32), (0, 32, 0, 32, 32), (0, 96, 0, 99, 1)]
@@ -67,7 +67,8 @@ def merge(segments: Segments) -> Segments:
     """
     if len(segments) < 2:
         return segments
-    ordered = segments[np.lexsort((segments["source_offset"], segments["source_region"]))]
+    # take() moves a row at once, but an index moves field by field.
+    ordered = segments.take(np.lexsort((segments["source_offset"], segments["source_region"])))
     nbytes = ordered["nbytes"]
     follows = np.ones(len(ordered) - 1, dtype=bool)
     for side in ("source", "target"):
@@ -76,13 +77,13 @@ def merge(segments: Segments) -> Segments:
     if not follows.any():
         return ordered
     firsts = np.flatnonzero(np.concatenate(([True], ~follows)))
-    merged = ordered[firsts]
+    merged = ordered.take(firsts)
     merged["nbytes"] = np.add.reduceat(nbytes, firsts)
     return merged
 
 
 def cut_long(segments: Segments, most: int) -> Segments:
-    """The same bytes in segments of at most ``most`` bytes.
+    """Cuts segments into segments of at most ``most`` bytes.
 
     >>> from kvferry.layouts.copier import SEGMENT_DTYPE
     >>> cut_long(np.array([(0, 0, 0, 8, 5)], dtype=SEGMENT_DTYPE), 2).tolist()
@@ -102,7 +103,7 @@ def cut_long(segments: Segments, most: int) -> Segments:
 def _by_kind(
     tiles: Tiles, source_kinds: tuple[str, ...], target_kinds: tuple[str, ...]
 ) -> Iterator[tuple[str, str, Tiles]]:
-    """The tiles that lead from one kind of memory to one other."""
+    """The tiles for each pair of kinds of memory, source and target."""
     if len(set(source_kinds)) == 1 == len(set(target_kinds)):
         yield source_kinds[0], target_kinds[0], tiles
         return
@@ -116,7 +117,7 @@ def _by_kind(
 
 
 def _batches(tiles: Tiles, runs: Runs) -> Iterator[Runs]:
-    """Some runs at a time, for all tiles: neighbours of different tiles stay together."""
+    """Batches of runs for all tiles, so that neighbours of different tiles stay together."""
     if (total := num_bytes(tiles, runs)) <= BATCH_BYTES:
         yield runs
         return
@@ -127,7 +128,7 @@ def _batches(tiles: Tiles, runs: Runs) -> Iterator[Runs]:
 
 
 def _deal(nbytes: npt.NDArray[np.int64], most: int, count: int) -> Iterator[tuple[int, int]]:
-    """First and end of the segments of each READ: at most ``most`` bytes and ``count`` of them."""
+    """First and end of the segments of each READ: at most ``most`` bytes and ``count`` segments."""
     ends = np.cumsum(nbytes)
     first = 0
     while first < len(nbytes):

@@ -1,4 +1,4 @@
-"""The regions of one transport, and private memory for them."""
+"""The regions of one transport, and private memory for regions."""
 
 import ctypes
 import mmap
@@ -10,27 +10,27 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import SharedMemoryError
-from kvferry.layouts.arrays import HOST, MemorySpan
-from kvferry.transports.base import ByteArray
+from kvferry.layouts.arrays import HOST, ByteArray, MemorySpan
+from kvferry.transports.packing import Packer
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MADV_POPULATE_WRITE = 23
-"""Linux 5.14 and later."""
+"""Advice number of ``madvise``; in Linux 5.14 and later."""
 _MADV_COLLAPSE = 25
-"""Linux 6.1 and later."""
+"""Advice number of ``madvise``; in Linux 6.1 and later."""
 _kept: list[ByteArray] = []
 
 
 def private_memory(nbytes: int, *, huge_pages: bool = True) -> ByteArray:
-    """Zeroed memory of this process, whose pages are there. Freed when the last array of it goes.
+    """Zeroed private memory with pages already present; freed when its last array is deleted.
 
     Args:
-        nbytes: bytes.
-        huge_pages: whether the pages are huge ones where the host has them.
+        nbytes: number of bytes.
+        huge_pages: whether to use huge pages if the host has huge pages.
 
     Raises:
         ValueError: ``nbytes`` is not positive.
-        SharedMemoryError: there is no room for it.
+        SharedMemoryError: there is no room for ``nbytes``.
     """
     if nbytes <= 0:
         raise ValueError(f"nbytes: {nbytes} is not positive")
@@ -43,22 +43,22 @@ def private_memory(nbytes: int, *, huge_pages: bool = True) -> ByteArray:
     memory: ByteArray = np.frombuffer(mapping, dtype=np.uint8)
     if huge_pages:
         _advise(memory, mmap.MADV_HUGEPAGE)
-    # One call takes a fifth of the time of a fault per page, and none is left for the first load.
+    # One call takes a fifth of the time of a fault per page, and leaves no fault to the first load.
     _advise(memory, _MADV_POPULATE_WRITE)
     return memory
 
 
 def keep_for_ever(memories: Iterable[ByteArray]) -> None:
-    """Keeps memory while the process lives, because something may still land in it."""
+    """Keeps memory until the process ends, because late bytes may still land there."""
     _kept.extend(memories)
 
 
 def make_huge(memory: ByteArray) -> None:
-    """Has the kernel put memory in huge pages: what is there now, and what is touched later.
+    """Asks the kernel for huge pages, for present pages and for pages touched later.
 
-    It moves what is there, some 0.2 ms per huge page. What does not fill a huge page stays. Whoever
-    reads it with ``process_vm_readv``, which looks up every page of the source by itself, is a
-    third to two thirds faster, measured.
+    Moving present pages takes some 0.2 ms per huge page. A part of the memory too small for a huge
+    page stays as it was. A reader with ``process_vm_readv``, which looks up every source page,
+    becomes a third to two thirds faster, measured.
     """
     if _HUGE_PAGES.exists() and "[never]" not in _HUGE_PAGES.read_text():
         _advise(memory, mmap.MADV_HUGEPAGE)
@@ -66,8 +66,9 @@ def make_huge(memory: ByteArray) -> None:
 
 
 def _advise(memory: ByteArray, advice: int) -> None:
-    """``madvise`` on the pages that lie wholly inside. Where the system does not follow the advice,
-    memory is slower and as right.
+    """Calls ``madvise`` on the pages wholly inside the memory.
+
+    If the system does not follow the advice, the memory is slower but just as correct.
     """
     first = -(-memory.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (memory.ctypes.data + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -78,7 +79,7 @@ def _advise(memory: ByteArray, advice: int) -> None:
 
 
 class Regions:
-    """Memory by region id, in the order of registration. Only ever grows. Thread-safe."""
+    """Memory by region id, in the order of registration. Regions are never removed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -88,6 +89,8 @@ class Regions:
         self._nbytes: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._addresses: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._devices: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
+        self.packer: Packer | None = None
+        """Packer of served regions that the host cannot touch; ``None`` without such regions."""
 
     def add(self, memory: ByteArray, *, serve: bool) -> int:
         """Adds a region; returns its id.
@@ -99,7 +102,7 @@ class Regions:
         return self._add(MemorySpan(memory.ctypes.data, memory.nbytes, HOST), memory, serve)
 
     def add_device(self, memory: MemorySpan, *, serve: bool) -> int:
-        """Adds memory that the host cannot touch; returns its region id. Its array is empty."""
+        """Adds memory that the host cannot touch; returns the region id. Its array is empty."""
         return self._add(memory, np.empty(0, dtype=np.uint8), serve)
 
     def _add(self, span: MemorySpan, array: ByteArray, serve: bool) -> int:
@@ -114,12 +117,12 @@ class Regions:
 
     @property
     def nbytes(self) -> npt.NDArray[np.int64]:
-        """Bytes of each region."""
+        """Number of bytes of each region."""
         return self._nbytes
 
     @property
     def served_nbytes(self) -> tuple[int, ...]:
-        """Bytes of each region that peers may read; 0 where they may not."""
+        """Number of bytes that peers may read in each region; 0 for a region that is not served."""
         return self._served
 
     @property
@@ -134,12 +137,12 @@ class Regions:
 
     @property
     def spans(self) -> tuple[MemorySpan, ...]:
-        """Where each region lies."""
+        """Address, size and device of each region."""
         return self._spans
 
     @property
     def arrays(self) -> tuple[ByteArray, ...]:
-        """The memory itself."""
+        """Array of each region; empty for device memory."""
         return self._arrays
 
 
@@ -148,7 +151,7 @@ def _gpu_number(span: MemorySpan) -> int:
 
 
 def check_flat(memory: ByteArray) -> None:
-    """Checks the form of memory that is to be a region.
+    """Checks the form of memory that will become a region.
 
     Raises:
         ValueError: not a C-contiguous, writable 1-d ``uint8`` array.

@@ -1,8 +1,9 @@
-"""The transport of one host: sources keep their memory in POSIX shared memory, readers map it.
+"""The transport on one host: sources keep memory in POSIX shared memory, and readers map it.
 
-A read is one strided pass from the source's memory to its final place, on the reader's mover
-threads; the source's process takes no part in it. So a stopped source stalls nothing, and a dead
-one is noticed by the lock that it no longer holds (:mod:`kvferry.transports.shm_segment`).
+A read is a single strided pass from the source's memory to its final place, on the reader's mover
+threads; the source's process takes no part in the read. So a stopped source stalls nothing. Readers
+notice a dead source by its lock, which the kernel has dropped
+(:mod:`kvferry.transports.shm_segment`).
 """
 
 import logging
@@ -11,13 +12,15 @@ import msgspec
 
 from kvferry.config import parse_struct
 from kvferry.errors import KVFerryError, PeerLostError, TransferError
+from kvferry.layouts.arrays import ByteArray
 from kvferry.layouts.copier import CopyJob, warm
 from kvferry.layouts.tiles import Runs, Tiles
-from kvferry.transports.base import ByteArray, TransportOptions
+from kvferry.transports.base import TransportOptions
 from kvferry.transports.local import (
     LocalConfig,
     LocalEndpoint,
     LocalPeer,
+    LocalTransfer,
     LocalTransport,
     boot_id,
     decode_here,
@@ -27,11 +30,11 @@ from kvferry.transports.shm_segment import OwnedSegment, PeerSegment, sweep_dead
 logger = logging.getLogger(__name__)
 
 _PREFAULT_BYTES = 8 << 20
-"""Bytes of a peer's segment whose page tables are filled at a time, about half a millisecond."""
+"""Number of bytes of a peer's segment whose page tables are filled at a time: about 0.5 ms."""
 
 
 class SharedRegion(msgspec.Struct, frozen=True, array_like=True):
-    """One region as peers see it."""
+    """A region as peers see the region."""
 
     segment: str
     """Name in ``/dev/shm``; empty for a region that is not served."""
@@ -39,7 +42,7 @@ class SharedRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShmEndpoint(LocalEndpoint, frozen=True, kw_only=True):
-    """What a reader needs to map a rank's memory."""
+    """Endpoint with which a reader maps a rank's memory."""
 
     transport: str = "shm"
     regions: tuple[SharedRegion, ...]
@@ -74,13 +77,14 @@ class ShmTransport(LocalTransport[ShmPeer]):
     """Shared memory between the processes of one host."""
 
     name = "shm"
+    may_sleep = True
     peer_class = ShmPeer
     ExtraConfig = ShmExtraConfig
 
     def __init__(self, options: TransportOptions, extra: ShmExtraConfig) -> None:
         super().__init__(options.threads, extra.chunk_bytes)
         self._segments: dict[int, OwnedSegment] = {}
-        """Region id → where it is served."""
+        """Region id → segment in which the region is served."""
 
     @classmethod
     def open(cls, options: TransportOptions) -> "ShmTransport":
@@ -146,20 +150,22 @@ class ShmTransport(LocalTransport[ShmPeer]):
         self._prefault(peer)
         return peer
 
-    def _copy(self, peer: ShmPeer, tiles: Tiles, runs: Runs) -> CopyJob:
-        return CopyJob(peer.addresses, self._regions.addresses, tiles, runs, self._chunk_bytes)
+    def _read(self, peer: ShmPeer, tiles: Tiles, runs: Runs) -> LocalTransfer:
+        addresses = peer.addresses, self._regions.addresses
+        copy = CopyJob(*addresses, tiles, runs, self._chunk_bytes)
+        return LocalTransfer(copy, self._transfers, self._movers, peer)
 
     def close(self) -> None:
-        """See :meth:`Transport.close`. Memory is unmapped when the last array of it goes."""
+        """See :meth:`Transport.close`. Memory is unmapped when its last array is deleted."""
         super().close()
         with self._lock:
             for segment in self._segments.values():
                 segment.close()
 
     def _prefault(self, peer: ShmPeer) -> None:
-        """Fills the page tables of a peer's memory a slice at a time, between reads.
+        """Fills the page tables of a peer's memory, slice by slice, between reads.
 
-        Otherwise the first read of each page takes a fault, which makes it half as fast.
+        Otherwise the first read of each page causes a fault, and takes twice as long.
         """
         slices = (
             (segment, first)

@@ -1,19 +1,19 @@
 """POSIX shared memory segments that live exactly as long as the process that made them.
 
-Segments are plain files in ``/dev/shm``, opened with :func:`os.open` and mapped with
-:mod:`mmap`. ``multiprocessing.shared_memory`` is not used: before Python 3.13 every process that
-attaches a segment registers it with its resource tracker, which unlinks it when that *reader*
-ends.
+Segments are plain files in ``/dev/shm``, opened with :func:`os.open` and mapped with :mod:`mmap`.
+This module does not use ``multiprocessing.shared_memory``: before Python 3.13, every process that
+attaches a segment registers the segment with its resource tracker, and the tracker unlinks the
+segment when that *reader* ends.
 
-**Who is alive** is answered by the kernel: the owner holds a POSIX record lock on its segment,
-which goes away with the process (however it dies), is not inherited by ``fork``, and is seen from
-another PID namespace too. A process id in the name could not tell that: ids are used again, and
-mean nothing in another container that shares ``/dev/shm``. The price is a rule of POSIX: a process
-that closes *any* descriptor of a file loses its lock on it. So this module never opens a segment
-of its own process a second time (:data:`_owned`).
+**Whether an owner is alive** is answered by the kernel. The owner holds a POSIX record lock on its
+segment. The lock goes away with the process, however the process dies. ``fork`` does not pass the
+lock on, and other PID namespaces see the lock too. A process id in the name could not answer: ids
+are used again, and mean nothing in another container that shares ``/dev/shm``. The price is a rule
+of POSIX: a process that closes *any* descriptor of a file loses its lock on the file. So this
+module never opens a segment of its own process a second time (:data:`_owned`).
 
-A segment is locked before it is given a size. Whoever finds one that has a size and no lock has
-found the remains of a dead process.
+A segment is locked before it gets a size. So a segment with a size and without a lock is the
+remains of a dead process.
 """
 
 import fcntl
@@ -27,28 +27,27 @@ import time
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.errors import BoundsError, PeerLostError, SharedMemoryError
-
-ByteArray = npt.NDArray[np.uint8]
+from kvferry.layouts.arrays import ByteArray
 
 SHM_DIR = Path("/dev/shm")  # noqa: S108  (the place that POSIX shared memory has on Linux)
 _NAME = re.compile(r"kvferry\.\d+\.[0-9a-f]{16}")
 _UNSIZED_GRACE_S = 60.0
-"""A file without a size may be about to get one; older than this, its maker died before."""
+"""Seconds for which a file without a size may still get a size; an older file has a dead maker."""
 _MADV_POPULATE_READ = 22
-"""Linux 5.14 and later; :mod:`mmap` does not name it."""
+"""Advice number of ``madvise``; Linux 5.14 and later. :mod:`mmap` has no name for the number."""
 _FLOCK = struct.Struct("@hhqqi4x")
 """The C ``struct flock``: l_type, l_whence, l_start, l_len, l_pid."""
 
-#: Name → segment of this process, ``None`` while it is being made. Guards the record locks.
+#: Name → segment of this process, ``None`` while the segment is being made. Guards the record
+#: locks.
 _owned: dict[str, "OwnedSegment | None"] = {}
 _owned_lock = threading.Lock()
 
 
 class OwnedSegment:
-    """Shared memory made by this process. ``close`` takes its name away."""
+    """Shared memory made by this process. ``close`` removes its name."""
 
     def __init__(self, name: str, descriptor: int, array: ByteArray) -> None:
         self.name = name
@@ -68,7 +67,7 @@ class OwnedSegment:
             raise ValueError(f"nbytes: {nbytes} is not positive")
         name = f"kvferry.{os.getpid()}.{secrets.token_hex(8)}"
         with _owned_lock:
-            _owned[name] = None  # from here on a sweep of ours leaves it alone
+            _owned[name] = None  # from now on, sweeps of this process spare the file
         try:
             segment = cls._map(name, nbytes)
         except BaseException:
@@ -88,10 +87,10 @@ class OwnedSegment:
             raise SharedMemoryError(f"{path}: cannot be created: {error.strerror}") from error
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Reserves the pages. A file that is only given a size takes them at the first write,
-            # and a full /dev/shm is then SIGBUS in the middle of a model step.
+            # Reserves the pages. Otherwise the file would take pages at the first write, and a full
+            # /dev/shm would then raise SIGBUS in the middle of a model step.
             os.posix_fallocate(descriptor, 0, nbytes)
-            # The page tables are filled here: it costs a fifth of taking a fault per page later.
+            # Fills the page tables here, at a fifth of the cost of a fault per page later.
             mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             path.unlink()
@@ -100,9 +99,9 @@ class OwnedSegment:
         return cls(name, descriptor, np.frombuffer(mapping, dtype=np.uint8))
 
     def close(self) -> None:
-        """Removes the name and gives up the lock: readers see the owner as gone. Idempotent.
+        """Removes the name and gives up the lock, so readers see the owner as gone. Idempotent.
 
-        The memory itself is unmapped when the last array that views it goes.
+        The memory itself is unmapped when the last array over the memory is deleted.
         """
         with _owned_lock:
             # A forked child inherits this object, not the right to remove its parent's memory.
@@ -115,18 +114,18 @@ class OwnedSegment:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process still owns it."""
+        """Whether this process still owns the segment."""
         return self._descriptor >= 0 and os.getpid() == self._pid
 
 
 class PeerSegment:
-    """A segment of another process (or of another transport in this one), mapped to be read."""
+    """A segment of another process (or another transport of this process), mapped for reading."""
 
     def __init__(
         self, mapping: mmap.mmap | ByteArray, descriptor: int, own: OwnedSegment | None
     ) -> None:
         self.array: ByteArray = np.frombuffer(mapping, dtype=np.uint8)
-        """``uint8``, read-only."""
+        """``[nbytes]``, ``uint8``, read-only."""
         self._mapping = mapping
         self._descriptor = descriptor
         self._own = own
@@ -136,9 +135,9 @@ class PeerSegment:
         """Maps ``nbytes`` of the segment ``name``.
 
         Raises:
-            BoundsError: the name is none of ours, or the segment is smaller than ``nbytes``.
+            BoundsError: the name is no name of kvferry, or the segment is smaller than ``nbytes``.
             PeerLostError: there is no such segment, or its owner is dead.
-            SharedMemoryError: it cannot be mapped.
+            SharedMemoryError: the segment cannot be mapped.
         """
         if not _NAME.fullmatch(name) or nbytes <= 0:
             raise BoundsError(f"segment {name[:80]!r} of {nbytes} bytes: not a kvferry segment")
@@ -178,16 +177,16 @@ class PeerSegment:
         return segment
 
     def owner_is_alive(self) -> bool:
-        """Whether the owner still holds its lock; two microseconds."""
+        """Whether the owner still holds its lock; takes two microseconds."""
         if self._own is not None:
             return self._own.is_open
         return self._descriptor >= 0 and _is_locked(self._descriptor)
 
     def populate(self, first: int, nbytes: int) -> bool:
-        """Fills the page tables of ``nbytes`` from the page-aligned ``first`` on.
+        """Fills the page tables of ``nbytes``, beginning at the page-aligned offset ``first``.
 
-        Returns whether that is possible: it is not before Linux 5.14, and not needed for memory
-        of this process. Without it reads are right, the first of each page is slower.
+        Returns whether this is possible. Before Linux 5.14 it is not; for memory of this process it
+        is not needed. Without it, reads are correct, but the first read of each page is slower.
         """
         if not isinstance(self._mapping, mmap.mmap):
             return False
@@ -200,7 +199,7 @@ class PeerSegment:
         return True
 
     def close(self) -> None:
-        """Lets go of the segment; unmapped when the last array that views it goes. Idempotent."""
+        """Releases the segment, which is unmapped when its last array is deleted. Idempotent."""
         self._mapping = self.array = np.empty(0, dtype=np.uint8)
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -225,7 +224,7 @@ def sweep_dead_segments() -> list[str]:
 def _is_dead(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # another process swept it first, or another user owns it
+    except OSError:  # another process swept the file first, or another user owns the file
         return False
     try:
         status = os.fstat(descriptor)

@@ -1,18 +1,18 @@
-"""Staging memory of one rank: bounded, shared by its reads in turn, quarantined until proved quiet.
+"""Staging memory of one rank: bounded, shared by reads in turn, quarantined until proved quiet.
 
-Chunks are served first come, first served, as long as their source leaves room for others. A
-source that has no slot gets one in its turn, and another only if at least as much is free
-after that as it holds. So what stands still leaves something to what moves: the first source that
-stops keeps at most half of the memory, the next one a quarter, and so on; and ``n`` sources that
-all move come to hold ``1 / (n + 1)`` of it each. A source at its bound is passed over, and its
-chunk keeps its place. It is served next at the latest when all slots of its source are back, so
-nobody waits for ever.
+Chunks are served first come, first served, as long as their source leaves room for other sources. A
+source without slots gets a slot in its turn. A source with slots gets another slot only if
+afterwards at least as many bytes are free as the source holds. So a source that stands still leaves
+room for sources that move: the first source that stops keeps at most half of the memory, the next a
+quarter, and so on. If ``n`` sources all move, each comes to hold ``1 / (n + 1)`` of the memory. A
+source at its bound is passed over, and its chunk keeps its place in the queue. Such a chunk is
+served at the latest when all slots of its source are back, so no chunk waits for ever.
 
-A slot is leased for one chunk. It comes back once nothing can land in it any more (its transfer is
-terminal) and what it held was unpacked. If the read is over before, the slot is in quarantine: it
-stays out of use, and the memory outlives the pool itself if its transfers never end.
+A slot is leased for a single chunk. The slot comes back once no byte can land in it any more (its
+transfer is terminal) and its chunk was unpacked. If the read ends before, the slot is in
+quarantine: the slot stays out of use, and if its transfer never ends, the memory outlives the pool.
 
-One caller at a time; :attr:`StagingPool.numbers` may be read by anyone.
+Not thread-safe, except that any thread may read :attr:`StagingPool.numbers`.
 """
 
 import itertools
@@ -25,24 +25,25 @@ from kvferry.errors import ConfigError, StagingFullError
 from kvferry.transports.base import Peer, Transfer
 
 ALIGNMENT = 64
-"""Bytes to which slots are aligned: no two share a cache line."""
+"""Alignment of slots in bytes: two slots never share a cache line."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Staging memory that one chunk has to itself."""
+    """Staging memory for a single chunk."""
 
     offset: int
-    """Bytes from the start of the staging memory."""
+    """Number of bytes from the start of the staging memory."""
     nbytes: int
     source: str
-    """Whose share of the memory it counts to."""
+    """Name of the source whose share of the memory contains the slot."""
     transfer: Transfer | None = None
-    """What lands in it."""
+    """Transfer that lands in the slot."""
     connection: Peer | None = None
-    """Over which that comes."""
+    """Connection over which the transfer comes."""
     quarantined: float | None = None
-    """Since when it is in quarantine, seconds of the pool's clock."""
+    """Time at which the quarantine began, in seconds of the pool's clock; ``None`` without
+    quarantine."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,25 +52,25 @@ class Claim:
 
     nbytes: int
     source: str
-    """Whose share of the memory it counts to."""
+    """Name of the source whose share of the memory the claim counts to."""
     number: int
-    """Of those before it."""
+    """Number of earlier claims."""
     decided: Callable[[], object]
-    """Called once either of what follows is set."""
+    """Callback, called once ``slot`` or ``error`` is set."""
     slot: Slot | None = None
-    """Set when its turn has come."""
+    """Granted slot; set when the claim's turn has come."""
     error: StagingFullError | None = None
-    """Set when its turn will not come."""
+    """Error of the claim; set if its turn will not come."""
 
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """What one source has of the memory."""
+    """The part of the memory that belongs to one source."""
 
     leased: int = 0
-    """Bytes of its slots in use."""
+    """Number of bytes of the source's slots in use."""
     quarantined: int = 0
-    """Bytes of its slots in quarantine."""
+    """Number of bytes of the source's slots in quarantine."""
     waiting: deque[Claim] = field(default_factory=deque)
 
     @property
@@ -79,70 +80,84 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class StagingNumbers:
-    """What a pool is doing."""
+    """Numbers of a pool's use."""
 
     used_bytes: int = 0
-    """Leased to loads that go on."""
+    """Number of bytes leased to running loads."""
     quarantined_bytes: int = 0
-    """Out of use, because something may still land there."""
+    """Number of bytes out of use, because bytes may still land there."""
     waiting: int = 0
-    """Chunks in the queue."""
+    """Number of chunks in the queue."""
     quarantined: int = 0
-    """Slots that were ever put in quarantine."""
+    """Number of slots that were ever put in quarantine."""
     refused: int = 0
-    """Chunks that quarantine left no room for."""
+    """Number of chunks refused because quarantine left no room."""
 
 
 class StagingPool:
-    """Leases slots of one piece of memory, in turn."""
+    """Leases slots of the staging memory, in turn."""
 
     def __init__(
         self,
         nbytes: int,
         stall_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        key: str = "staging_bytes",
     ) -> None:
         """Args:
-        nbytes: size of the staging memory, which is the caller's.
-        stall_timeout_s: seconds for which quarantine may stand in the way of a claim, and
-            after which the connection goes over which a read still lands there.
+        nbytes: size of the staging memory, which belongs to the caller.
+        stall_timeout_s: seconds for which quarantine may block a claim; also the seconds after
+            which a connection with a transfer in quarantine is closed.
         clock: seconds of a monotonic clock.
+        key: configuration key of the size, for messages.
         """
+        self._key = key
         self.nbytes = nbytes
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
         self._free = [(0, nbytes)]
-        self._used: set[Slot] = set()
+        self.used: set[Slot] = set()
         self._quarantine: set[Slot] = set()
         self._shares: dict[str, _Share] = {}
-        """By source; none is empty."""
+        """Share of each source, by name of the source; no share is empty."""
         self._numbers = itertools.count()
         self._blocked_since: float | None = None
         self._quarantined = self._refused = 0
-        self.numbers = StagingNumbers()
-        """As of the last change; replaced, never changed."""
+
+    @property
+    def numbers(self) -> StagingNumbers:
+        """Numbers of the pool's use now."""
+        shares = list(self._shares.values())  # at once, as the pool may change meanwhile
+        return StagingNumbers(
+            used_bytes=sum(share.leased for share in shares),
+            quarantined_bytes=sum(share.quarantined for share in shares),
+            waiting=sum(len(share.waiting) for share in shares),
+            quarantined=self._quarantined,
+            refused=self._refused,
+        )
 
     def check(self, nbytes: int) -> None:
-        """Checks that a chunk fits at all.
+        """Checks that a chunk fits into the staging memory at all.
 
         Raises:
-            ConfigError: it is larger than the staging memory.
+            ConfigError: the chunk is larger than the staging memory.
         """
         if _aligned(nbytes) > self.nbytes:
             raise ConfigError(
-                f"staging_bytes: one block of one tensor is {nbytes} bytes and does not fit into "
+                f"{self._key}: one block of one tensor is {nbytes} bytes and does not fit into "
                 f"{self.nbytes}; write at least {4 * _aligned(nbytes)}"
             )
 
     def claim(
         self, nbytes: int, source: str, decided: Callable[[], object] = lambda: None
     ) -> Claim:
-        """Queues for a slot of ``nbytes``; granted at once if it is free and nobody comes before.
+        """Queues for a slot of ``nbytes``; granted at once if the slot is free and the queue empty.
 
         Args:
             nbytes: bytes of the chunk.
-            source: whose share of the memory it counts to.
-            decided: called when the slot is there, or never will be.
+            source: name of the source whose share of the memory the claim counts to.
+            decided: called when the slot is granted, or never will be.
 
         Raises:
             ConfigError: see :meth:`check`.
@@ -154,7 +169,7 @@ class StagingPool:
         return claim
 
     def withdraw(self, claim: Claim) -> None:
-        """A claim is no longer wanted. One that was granted gives its slot back: nothing landed."""
+        """Withdraws a claim; a granted claim returns its slot, in which no byte has landed."""
         if claim.slot is not None:
             self.release(claim.slot)
         elif claim.error is None:
@@ -162,16 +177,16 @@ class StagingPool:
             self._grant()
 
     def release(self, slot: Slot) -> None:
-        """A slot comes back: its transfer is terminal and what it held was unpacked."""
-        assert slot.transfer is None or slot.transfer.is_terminal  # else it is quarantine's
-        self._used.remove(slot)
+        """Returns a slot whose transfer is terminal and whose chunk was unpacked."""
+        assert slot.transfer is None or slot.transfer.is_terminal  # else it must be quarantined
+        self.used.remove(slot)
         self._shares[slot.source].leased -= slot.nbytes
         self._give_back(slot)
         self._grant()
 
     def quarantine(self, slot: Slot) -> None:
-        """Nobody waits for a slot's transfer any more; the slot comes back when that has ended."""
-        self._used.remove(slot)
+        """Puts a slot without a waiting read into quarantine, until the slot's transfer ends."""
+        self.used.remove(slot)
         self._quarantine.add(slot)
         share = self._shares[slot.source]
         share.leased -= slot.nbytes
@@ -181,11 +196,11 @@ class StagingPool:
         self._grant()
 
     def sweep(self) -> None:
-        """Takes back the slots whose transfers ended; refuses claims that were blocked too long.
+        """Takes back slots with ended transfers; refuses claims that were blocked too long.
 
-        The end of a connection is to some transports the only proof that nothing lands any more:
-        one over which a read goes on for too long is closed, or a peer that stands still would keep
-        the memory of all others.
+        For some transports, the end of a connection is the only proof that no byte lands any more.
+        So a connection over which a transfer goes on for too long is closed; otherwise a peer that
+        stands still would keep the memory from all other sources.
         """
         now = self._clock()
         for slot in list(self._quarantine):
@@ -195,7 +210,7 @@ class StagingPool:
                 self._give_back(slot)
                 self._blocked_since = None
             elif slot.connection is not None:
-                assert slot.quarantined is not None  # it is in quarantine
+                assert slot.quarantined is not None  # the slot is in quarantine
                 if now - slot.quarantined >= self._stall_timeout_s:
                     slot.connection.close()
                     slot.connection = None
@@ -203,29 +218,21 @@ class StagingPool:
 
     @property
     def may_be_written(self) -> bool:
-        """Whether something may still land in the memory: then it must be kept."""
-        return any(not _is_quiet(slot) for slot in (*self._used, *self._quarantine))
+        """Whether bytes may still land in the memory, so that the memory must be kept."""
+        return any(not _is_quiet(slot) for slot in (*self.used, *self._quarantine))
 
     def _grant(self) -> None:
-        """Serves the queue in order: a small chunk never overtakes a large one that may be next."""
+        """Serves the queue in order: a small chunk never overtakes a large chunk that is next."""
         self._serve()
         while (oldest := self._oldest()) is not None and self._is_blocked():
             self._refuse(oldest)
-            self._serve()  # what stood behind it may be smaller
-        if self._used:
+            self._serve()  # the chunks behind may be smaller
+        if self.used:
             self._blocked_since = None
         self._shares = {name: share for name, share in self._shares.items() if not share.is_empty}
-        shares = self._shares.values()
-        self.numbers = StagingNumbers(
-            used_bytes=sum(share.leased for share in shares),
-            quarantined_bytes=sum(share.quarantined for share in shares),
-            waiting=sum(len(share.waiting) for share in shares),
-            quarantined=self._quarantined,
-            refused=self._refused,
-        )
 
     def _oldest(self, *, ready: bool = False) -> Claim | None:
-        """The head of the queue, or the first one in it whose source is not at its bound."""
+        """Head of the queue; with ``ready``, the first claim whose source is below its bound."""
         heads = (
             share.waiting[0]
             for share in self._shares.values()
@@ -234,7 +241,7 @@ class StagingPool:
         return min(heads, key=lambda claim: claim.number, default=None)
 
     def _may_take(self, share: _Share) -> bool:
-        """Whether a source leaves enough to others if it gets what it waits for."""
+        """Whether a source, given its next slot, still leaves enough for other sources."""
         if not share.leased:
             return True
         nbytes = share.waiting[0].nbytes
@@ -250,10 +257,10 @@ class StagingPool:
             claim.decided()
 
     def _is_blocked(self) -> bool:
-        """Whether quarantine has stood in the way of the queue's head for too long."""
-        if self._used:
-            return False  # some of it will come back
-        # From here on nobody is at a bound: only memory is missing.
+        """Whether quarantine has blocked the head of the queue for too long."""
+        if self.used:
+            return False  # some slots will come back
+        # From here on no source is at a bound: only memory is missing.
         now = self._clock()
         if self._blocked_since is None:
             self._blocked_since = now
@@ -264,7 +271,7 @@ class StagingPool:
         held = sum(slot.nbytes for slot in self._quarantine)
         self._refused += 1
         claim.error = StagingFullError(
-            f"staging_bytes: {held} of {self.nbytes} bytes have been in quarantine for "
+            f"{self._key}: {held} of {self.nbytes} bytes have been in quarantine for "
             f"{self._stall_timeout_s:g} s or more (stall_timeout_s): reads that were given up "
             "may still land there; look at their peers, or give it more"
         )
@@ -276,7 +283,7 @@ class StagingPool:
                 rest = [(offset + claim.nbytes, length - claim.nbytes)]
                 self._free[index : index + 1] = rest if length > claim.nbytes else []
                 slot = Slot(offset, claim.nbytes, claim.source)
-                self._used.add(slot)
+                self.used.add(slot)
                 self._shares[claim.source].leased += slot.nbytes
                 return slot
         return None

@@ -1,10 +1,11 @@
 """The transport between hosts: TCP sockets that scatter and gather.
 
-The source sends straight from its regions (:mod:`~kvferry.transports.tcp_server`), the reader
-receives straight into its own (:mod:`~kvferry.transports.tcp_reader`); pieces under 4 KiB, and any
-change of layout, go through a small buffer on either side that stays in the cache
-(:mod:`~kvferry.transports.tcp_kernels`). Only the reader's own threads write its memory, so a
-terminal state is a fence: a peer that stalls, resumes or lies cannot write anything any more.
+The source sends straight from its regions (:mod:`~kvferry.transports.tcp_server`). The reader
+receives straight into its own regions (:mod:`~kvferry.transports.tcp_reader`). Pieces under 4 KiB,
+and any change of layout, go through a small buffer on either side, which stays in the CPU cache
+(:mod:`~kvferry.transports.tcp_kernels`). Only the reader's own threads write the reader's memory,
+so a terminal state is a fence: a peer that stalls, resumes or lies cannot write anything
+afterwards.
 """
 
 from kvferry.config import parse_struct
@@ -20,15 +21,16 @@ class TcpExtraConfig(WireConfig, frozen=True, kw_only=True):
     """Keys of the ``tcp`` transport."""
 
     advertise_host: str = ""
-    """Host that peers are told; empty: the engine's ``advertise_host``, else its ``host``."""
+    """Host given to peers; if empty, the engine's ``advertise_host``, else its ``host``."""
     advertise_port: int = 0
-    """Port that peers are told for rank 0, and so on by rank; 0: the one that is listened on."""
+    """Port given to peers for rank 0; for rank ``n`` the port plus ``n``. 0: the rank's own
+    port."""
     connections: int = 0
-    """Connections to each rank that is read from, over which the chunks of a read are dealt; 0: one
-    per thread that receives."""
+    """Connections to each source rank; the chunks of a read are distributed over these connections.
+    0: one connection per receiving thread."""
 
     encrypt_data: bool = False
-    """Whether data goes through TLS 1.3. Both sides must have the same."""
+    """Whether data goes through TLS 1.3. Both sides need the same value."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +58,7 @@ class TcpTransport(WireTransport):
         identity = None
         if extra.encrypt_data:
             identity, self._certificate = tcp_tls.new_identity()
-        self._server = TcpServer(
+        self.server = TcpServer(
             self._regions,
             self._token,
             identity,
@@ -65,9 +67,10 @@ class TcpTransport(WireTransport):
             max_readers=extra.max_readers,
             threads=options.threads,
         )
-        self._port = port_of(extra.advertise_port, options.rank) or self._server.port
+        """The side that serves our regions to peers."""
+        self._port = port_of(extra.advertise_port, options.rank) or self.server.port
         side = self._reading_side(extra, options.stall_timeout_s)
-        self._reader: TcpReader = TcpReader(
+        self.reader: TcpReader = TcpReader(
             side, options.threads, extra.connections or options.threads, extra.encrypt_data
         )
 
@@ -89,12 +92,12 @@ class TcpTransport(WireTransport):
 
     @property
     def refused_messages(self) -> int:
-        """Messages to our data port that were refused since it was opened."""
-        return self._server.refused
+        """Number of messages to the local data port that were refused since the port was opened."""
+        return self.server.refused
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
         if not self._transfers.close():
             return
-        self._reader.close()
-        self._server.close()
+        self.reader.close()
+        self.server.close()

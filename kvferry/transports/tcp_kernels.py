@@ -1,63 +1,65 @@
 """One chunk through a socket: Numba kernels around ``sendmsg(2)`` and ``recvmsg(2)``.
 
 A chunk is tiles × runs on one side and dense bytes on the wire, in the order of
-:mod:`kvferry.layouts.staging`. It goes through the socket in **parts**. A part is a table of at
-most :data:`MAX_ROWS` rows, each some bytes side by side in memory, in the order of the wire:
+:mod:`kvferry.layouts.staging`. The chunk goes through the socket in **parts**. A part is a table of
+at most :data:`MAX_ROWS` rows, in the order of the wire; a row is a contiguous piece of memory:
 
 * **direct** rows lie in a region. A tile is direct if its pieces have :data:`DIRECT_BYTES` or more:
-  nothing but the system's own copy touches them;
+  only the system's own copy touches these bytes;
 * **packed** rows lie in a buffer that stays in the second-level cache, because a row of the table
-  costs the system as much as some hundred bytes. The source copies short pieces there before it
-  sends, the reader from there after it has received, each in the same call.
+  costs the system as much as some hundred bytes. The source copies short pieces into the buffer
+  before sending; the reader copies short pieces out of the buffer after receiving, in the same
+  call.
 
-No call waits unless it is told to, and none holds the interpreter lock. Nothing here checks bounds;
-see :mod:`kvferry.layouts.bounds`.
+No call waits unless the caller allows waits, and no call holds the interpreter lock. The kernels
+check no bounds; see :mod:`kvferry.layouts.bounds`.
 """
-# ruff: noqa: ARG001  (Numba reads an intrinsic's signature; only the generated code has the values)
 
 import errno
 import select
 import socket
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
 
 from kvferry.layouts.compiled import kernel
-from kvferry.layouts.intrinsics import intrinsic
 from kvferry.layouts.kernels import (
     DIM_DTYPE,
     copy_table,
+    count_pieces,
     merge_dims,
+    piece_at,
     same_shape,
     source_at,
     target_at,
 )
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE
+from kvferry.transports.iovec import (
+    INT32,
+    INT64,
+    IOVEC_DTYPE,
+    MAX_ROWS,
+    end_of,
+    skip,
+    system_call,
+)
 
 Int64s = npt.NDArray[np.int64]
 
-MAX_ROWS = 1024
-"""Rows of one call: the kernel's ``UIO_MAXIOV``."""
 DIRECT_BYTES = 4096
-"""Bytes of a piece from which on it is not copied in user space."""
+"""Least bytes of a piece that is not copied in user space."""
 PACK_BYTES = 256 << 10
-"""Bytes of the buffer for shorter pieces: a quarter of the second-level cache of a server's core,
-of which the system's copy into the socket needs as much again."""
+"""Number of bytes of the buffer for shorter pieces: a quarter of the second-level cache of a
+server's core. The system's copy into the socket needs as much again."""
 MAX_PACK_BYTES = 4 << 20
-"""Bytes of that buffer where one run of a tile is larger than it: what a socket may hold too. Of a
-run that does not fit either, short pieces get a row each."""
+"""Number of bytes of the buffer if one run of a tile is larger than :data:`PACK_BYTES`; a socket
+may hold as much. If a run does not fit either, its short pieces get a row each."""
 WAIT_MS = 1
-"""Milliseconds of one wait. While data flows the next of it is some ten microseconds away, which is
-less than a round of the thread in Python takes."""
+"""Milliseconds of one wait. While data flows, the next bytes are some ten microseconds away, less
+than a pass of the thread through Python takes."""
 _FLAGS = 0x4040
 """``MSG_DONTWAIT | MSG_NOSIGNAL``."""
-
-ROW_DTYPE = np.dtype([("address", np.int64), ("nbytes", np.int64)])
-"""The system's ``struct iovec``."""
 
 STATE_DTYPE = np.dtype(
     [
@@ -78,38 +80,39 @@ STATE_DTYPE = np.dtype(
         ("stream", np.bool_),
     ]
 )
-"""How far a chunk is: the tile, the run and the piece of it with which the next part begins; the
-tile and the run with which this part began; the next row of this part and how many it has; bytes of
-the buffer that it takes, and bytes of all of it; segments that were read or written so far; whether
-a header is to go before it; the chunk's own :data:`DIRECT_BYTES`; the tile that was judged last,
-and whether it is direct; whether stores from the buffer go around the cache."""
+"""How far a chunk is. ``tile``, ``run``, ``piece``: where the next part begins. ``first_tile``,
+``first_run``: where this part began. ``row``, ``rows``: next row of this part, and number of its
+rows. ``packed``, ``nbytes``: bytes of this part in the buffer, and in total. ``segments``: segments
+read or written so far. ``header``: whether to send a header first. ``direct_bytes``: the chunk's
+own :data:`DIRECT_BYTES`. ``judged``, ``direct``: the last tile that was judged, and whether that
+tile is direct. ``stream``: whether stores from the buffer go around the cache."""
 
 
 class Part(NamedTuple):
-    """What one chunk at a time goes through; see :func:`new_part`."""
+    """Tables and buffer for one chunk at a time; see :func:`new_part`."""
 
     rows: npt.NDArray[np.void]
-    """``[MAX_ROWS]`` of ``ROW_DTYPE``."""
+    """``[MAX_ROWS]`` of ``IOVEC_DTYPE``."""
     state: npt.NDArray[np.void]
     """``[1]`` of ``STATE_DTYPE``."""
     dims: npt.NDArray[np.void]
     """``[3]``: scratch for the dims of a box."""
     header: Int64s
-    """``[3]``: what goes before a chunk that is sent."""
+    """``[3]``: header to send before a chunk."""
     message: Int64s
     """``[7]``: the system's ``struct msghdr``."""
     watched: Int64s
     """``[1]``: the system's ``struct pollfd``."""
     base: Int64s
-    """``[1]``: address of what would be the first byte of the chunk in the buffer."""
+    """``[1]``: address at which the first byte of the whole chunk would lie in the buffer."""
     buffer: npt.NDArray[np.uint8]
-    """For short pieces."""
+    """``[nbytes]``: the buffer for short pieces."""
 
 
 def new_part(nbytes: int = PACK_BYTES) -> Part:
-    """For one end of a connection; ``nbytes`` of buffer."""
+    """Tables for one end of a connection, with a buffer of ``nbytes``."""
     return Part(
-        rows=np.zeros(MAX_ROWS, dtype=ROW_DTYPE),
+        rows=np.zeros(MAX_ROWS, dtype=IOVEC_DTYPE),
         state=np.zeros(1, dtype=STATE_DTYPE),
         dims=np.zeros(3, dtype=DIM_DTYPE),
         header=np.zeros(3, dtype=np.int64),
@@ -120,47 +123,14 @@ def new_part(nbytes: int = PACK_BYTES) -> Part:
     )
 
 
-_INT, _INT32 = ir.IntType(64), ir.IntType(32)
-
-
-def _system_call(name: str, result: Any, arguments: tuple[Any, Any, Any]) -> Callable[..., Any]:
-    """A function of the C library with three arguments: what it returns, or the negative of an
-    ``errno``.
-    """
-
-    def call(_context: Any, first: Any, second: Any, third: Any) -> Any:
-        def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            known = builder.module.globals
-            function = known.get(name) or ir.Function(
-                builder.module, ir.FunctionType(result, arguments), name
-            )
-            errno = known.get("__errno_location") or ir.Function(
-                builder.module, ir.FunctionType(_INT32.as_pointer(), []), "__errno_location"
-            )
-            narrowed = [
-                arg if kind is _INT else builder.trunc(arg, kind)
-                for arg, kind in zip(args, arguments, strict=True)
-            ]
-            done = builder.call(function, narrowed)
-            if result is not _INT:
-                done = builder.sext(done, _INT)
-            zero = ir.Constant(_INT, 0)
-            failed = builder.sub(zero, builder.sext(builder.load(builder.call(errno, [])), _INT))
-            return builder.select(builder.icmp_signed("<", done, zero), failed, done)
-
-        return types.int64(types.int64, types.int64, types.int64), generate
-
-    return intrinsic(call)
-
-
-_sendmsg = _system_call("sendmsg", _INT, (_INT32, _INT, _INT32))
-_recvmsg = _system_call("recvmsg", _INT, (_INT32, _INT, _INT32))
-_poll = _system_call("poll", _INT32, (_INT, _INT, _INT32))
+_sendmsg = system_call("sendmsg", INT64, INT32, INT64, INT32)
+_recvmsg = system_call("recvmsg", INT64, INT32, INT64, INT32)
+_poll = system_call("poll", INT32, INT64, INT64, INT32)
 
 
 @kernel
 def begin(part: Any, direct_bytes: int, stream: bool, header: bool) -> None:
-    """Another chunk."""
+    """Begins another chunk."""
     state = part.state[0]
     state.tile = state.run = state.piece = state.first_tile = state.first_run = 0
     state.row = state.rows = state.packed = state.nbytes = state.segments = 0
@@ -175,16 +145,16 @@ def send(
     """Sends about ``most`` bytes of a chunk at most, as many as the socket takes.
 
     Args:
-        descriptor: of the socket.
-        part: of this end of the connection.
+        descriptor: descriptor of the socket.
+        part: tables of this end of the connection.
         addresses: int64, address of each source region.
-        tiles: rows of ``TILE_DTYPE``, of which the target is the dense chunk.
-        runs: rows of ``RUN_DTYPE``, likewise.
-        most: no call is begun once so many bytes are sent.
-        waits: how often it waits for up to :data:`WAIT_MS` until the socket takes more.
+        tiles: rows of ``TILE_DTYPE`` whose target is the dense chunk.
+        runs: rows of ``RUN_DTYPE`` whose target is the dense chunk.
+        most: number of bytes after which no new call begins.
+        waits: how often to wait up to :data:`WAIT_MS` until the socket takes more.
 
     Returns:
-        Bytes that were sent, and the ``errno`` of a call that failed, or 0.
+        Number of sent bytes, and the ``errno`` of a failed call, or 0.
     """
     state = part.state[0]
     sent = 0
@@ -196,7 +166,7 @@ def send(
             return sent, failed
         took(part, done)
         sent += done
-        # While it is full the next call would take a little more, and cost as much.
+        # While the socket is full, the next call would take little more, at the same cost.
         if state.row < state.rows:
             if waits == 0 or not _wait(descriptor, part, True):
                 break
@@ -211,17 +181,18 @@ def receive(
     """Receives about ``most`` bytes of a chunk at most, as many as have come, into place.
 
     Args:
-        descriptor: of the socket.
-        part: of this end of the connection.
+        descriptor: descriptor of the socket.
+        part: tables of this end of the connection.
         addresses: int64, address of each target region.
-        tiles: rows of ``TILE_DTYPE``, of which the source is the dense chunk.
-        runs: rows of ``RUN_DTYPE``, likewise.
-        most: no call is begun once so many bytes have come.
-        waits: how often it waits for up to :data:`WAIT_MS` until more has come.
+        tiles: rows of ``TILE_DTYPE`` whose source is the dense chunk.
+        runs: rows of ``RUN_DTYPE`` whose source is the dense chunk.
+        most: number of received bytes after which no new call begins.
+        waits: how often to wait up to :data:`WAIT_MS` until more has come.
 
     Returns:
-        Bytes that have come, those of them that are in place now, which may be more where some
-        came before, and the ``errno`` of a call that failed, or 0; -1 if the connection ended.
+        Number of received bytes. Number of bytes put in place, which may be larger if earlier bytes
+            were still in the buffer. The ``errno`` of a failed call, or 0; -1 if the connection
+            ended.
     """
     state = part.state[0]
     came, placed = 0, 0
@@ -236,7 +207,7 @@ def receive(
         if state.row == state.rows:
             placed += state.nbytes
             place(part, addresses, tiles, runs)
-        else:  # that is all that has come, and little more has since
+        else:  # no more has come, or little more since
             if waits == 0 or not _wait(descriptor, part, False):
                 break
             waits -= 1
@@ -245,7 +216,7 @@ def receive(
 
 @kernel
 def _call(descriptor: int, part: Any, sending: bool) -> tuple[int, int]:
-    """Bytes that went through, none where it would have to wait; an ``errno``, or -1 at the end."""
+    """Number of transferred bytes, 0 if the call would wait; and an ``errno``, or -1 at the end."""
     state, message = part.state[0], part.message
     message[2] = part.rows.ctypes.data + 16 * state.row
     message[3] = state.rows - state.row
@@ -272,21 +243,14 @@ def _wait(descriptor: int, part: Any, sending: bool) -> bool:
 
 @kernel
 def took(part: Any, nbytes: int) -> None:
-    """So many bytes of the part went through the socket."""
-    state, rows = part.state[0], part.rows
-    while nbytes > 0:
-        row = rows[state.row]
-        if nbytes < row.nbytes:
-            row.address += nbytes
-            row.nbytes -= nbytes
-            return
-        nbytes -= row.nbytes
-        state.row += 1
+    """Counts ``nbytes`` of the part as sent or received."""
+    state = part.state[0]
+    state.row = skip(part.rows, state.row, nbytes)
 
 
 @kernel
 def fill(part: Any, addresses: Any, tiles: Any, runs: Any, sending: bool) -> bool:
-    """Makes the table of the next part, and packs for it if it is to be sent; false at the end."""
+    """Makes the table of the next part, and packs its bytes if sending; false at the end."""
     state = part.state[0]
     state.first_tile, state.first_run = state.tile, state.run
     state.row = state.rows = state.packed = state.nbytes = 0
@@ -309,7 +273,7 @@ def fill(part: Any, addresses: Any, tiles: Any, runs: Any, sending: bool) -> boo
 
 @kernel
 def place(part: Any, addresses: Any, tiles: Any, runs: Any) -> None:
-    """Copies what the part has in its buffer into place."""
+    """Copies the bytes in the part's buffer into place."""
     state = part.state[0]
     packed = 0
     for t in range(state.first_tile, min(state.tile + 1, len(tiles))):
@@ -327,14 +291,14 @@ def place(part: Any, addresses: Any, tiles: Any, runs: Any) -> None:
 
 @kernel
 def _box_bytes(tile: Any, runs: Any) -> int:
-    """Bytes of one run of a tile; the runs of a chunk have one length."""
+    """Number of bytes of one run of a tile; all runs of a chunk have the same length."""
     nbytes: int = runs[0].tokens * tile.heads * tile.elements * tile.itemsize
     return nbytes
 
 
 @kernel
 def _is_direct(number: int, tile: Any, runs: Any, part: Any) -> bool:
-    """Whether a tile is; it takes a look at every run, so the answer is kept for the next part."""
+    """Whether a tile is direct. The check looks at every run, so its result is kept."""
     state = part.state[0]
     if state.judged != number:
         state.judged, state.direct = number, _has_long_pieces(tile, runs, part)
@@ -344,8 +308,9 @@ def _is_direct(number: int, tile: Any, runs: Any, part: Any) -> bool:
 
 @kernel
 def _has_long_pieces(tile: Any, runs: Any, part: Any) -> bool:
-    """Whether its pieces are long enough, in the mean where runs lie side by side, or one run has
-    no room in the buffer.
+    """Whether the tile has long pieces, or one run does not fit into the buffer.
+
+    If runs are contiguous, the mean length of pieces counts.
     """
     if _box_bytes(tile, runs) > len(part.buffer):
         return True
@@ -369,7 +334,7 @@ def _has_long_pieces(tile: Any, runs: Any, part: Any) -> bool:
 
 @kernel
 def _add_pieces(tile: Any, runs: Any, part: Any, addresses: Any, sending: bool) -> bool:
-    """Adds a tile piece by piece; false if the table is full before its end."""
+    """Adds a tile piece by piece; false if the table is full before the end of the tile."""
     state, dims = part.state[0], part.dims
     segment, left = 0, 0
     for r in range(state.run, len(runs)):
@@ -380,17 +345,9 @@ def _add_pieces(tile: Any, runs: Any, part: Any, addresses: Any, sending: bool) 
             base = addresses[tile.source_region] + source_at(tile, runs[r])
         else:
             base = addresses[tile.target_region] + target_at(tile, runs[r])
-        pieces = 1
-        for dim in range(left):
-            pieces *= dims[dim].extent
-        for piece in range(state.piece, pieces):
-            rest, address = piece, base
-            for dim in range(left):
-                step = rest % dims[dim].extent
-                rest //= dims[dim].extent
-                stride = dims[dim].source_stride if sending else dims[dim].target_stride
-                address += step * stride
-            if not _add_row(address, segment, part):
+        for piece in range(state.piece, count_pieces(dims, left)):
+            from_, to = piece_at(dims, left, piece)
+            if not _add_row(base + (from_ if sending else to), segment, part):
                 state.run, state.piece = r, piece
                 return False
         state.piece = 0
@@ -399,9 +356,9 @@ def _add_pieces(tile: Any, runs: Any, part: Any, addresses: Any, sending: bool) 
 
 @kernel
 def _order_as_wire(dims: Any, left: int, sending: bool) -> None:
-    """Puts the dims around a piece in the order in which the dense chunk has them, innermost first.
+    """Orders the dims around a piece as in the dense chunk, innermost first.
 
-    :func:`merge_dims` goes by the target, which is the chunk only where it is sent.
+    :func:`merge_dims` orders dims by the target, which is the dense chunk only when sending.
     """
     if sending:
         return
@@ -418,7 +375,7 @@ def _order_as_wire(dims: Any, left: int, sending: bool) -> None:
 
 @kernel
 def _add_packed(tile: Any, runs: Any, part: Any, addresses: Any, sending: bool) -> bool:
-    """Adds as many runs of a tile as the buffer has room for; false if not all of them."""
+    """Adds as many runs of a tile as fit into the buffer; false if runs are left."""
     state = part.state[0]
     box = _box_bytes(tile[0], runs)
     first = state.run
@@ -440,24 +397,21 @@ def _add_packed(tile: Any, runs: Any, part: Any, addresses: Any, sending: bool) 
 
 @kernel
 def _add_row(address: int, nbytes: int, part: Any) -> bool:
-    """Adds a row, or makes the last one longer; false if the table is full."""
+    """Adds a row, or extends the last row; false if the table is full."""
     state, rows = part.state[0], part.rows
-    last = state.rows - 1
-    if last >= 0 and address == rows[last].address + rows[last].nbytes:
-        rows[last].nbytes += nbytes
-        state.nbytes += nbytes
-        return True
-    if last + 1 == MAX_ROWS:
-        return False
-    rows[last + 1].address, rows[last + 1].nbytes = address, nbytes
-    state.rows = last + 2
-    state.segments += 1
+    if address != end_of(rows, state.rows):
+        if state.rows == MAX_ROWS:
+            return False
+        rows[state.rows].address, rows[state.rows].nbytes = address, 0
+        state.rows += 1
+        state.segments += 1
+    rows[state.rows - 1].nbytes += nbytes
     state.nbytes += nbytes
     return True
 
 
 def warm(*, encrypted: bool = False) -> None:
-    """Compiles the kernels, or loads them from disk, as :func:`kvferry.layouts.copier.warm`."""
+    """Compiles the kernels, or loads them from disk; see :func:`kvferry.layouts.copier.warm`."""
     tiles = np.array([(0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 4, 1)], dtype=TILE_DTYPE)
     runs = np.array([(0, 0, 0, 0, 1, 1, 1)], dtype=RUN_DTYPE)
     source, target = np.arange(4, dtype=np.uint8), np.zeros(4, dtype=np.uint8)
@@ -467,7 +421,7 @@ def warm(*, encrypted: bool = False) -> None:
             part = new_part(4)
             begin(part, DIRECT_BYTES, stream=False, header=False)
             addresses = np.array([memory.ctypes.data], dtype=np.int64)
-            if encrypted:  # which goes through these one by one, see tcp_tls
+            if encrypted:  # tcp_tls calls these kernels separately
                 fill(part, addresses, tiles, runs, through is send)
                 took(part, 4)
                 place(part, addresses, tiles, runs)

@@ -1,10 +1,10 @@
-"""One TCP connection of the tcp transport: what goes over it, either way, without waiting.
+"""One TCP connection of the tcp transport: messages and chunks in both directions.
 
-Messages and chunks go behind a header each
-(:data:`~kvferry.transports.wire_messages.HEADER`). Messages are queued; of a chunk as much is sent
-as the socket takes, straight from the regions, and received as has come, straight into them
-(:mod:`~kvferry.transports.tcp_kernels`). Where the thread has nothing else to do, it may wait there
-for a moment: while data flows, going back to its poller costs more than the next bytes take.
+Each message and each chunk follows a header (:data:`~kvferry.transports.wire_messages.HEADER`).
+Messages are queued. A chunk is sent straight from the regions, as much as the socket takes, and
+received straight into the regions, as much as has come (:mod:`~kvferry.transports.tcp_kernels`). A
+call may wait for a short time only if the thread has nothing else to do. While data flows, a return
+to the thread's poller would cost more than the wait for the next bytes.
 """
 
 import contextlib
@@ -17,30 +17,33 @@ from collections import deque
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 
 from kvferry.errors import HostError, KVFerryError, PeerLostError, ProtocolError
 from kvferry.layouts.copier import Int64s
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
+from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows, blank_runs, box_bytes
 from kvferry.lifetimes import Closing
 from kvferry.transports import tcp_kernels as kernels
 from kvferry.transports.wire_messages import HEADER, MESSAGE, encode
 from kvferry.zeromq import BACKLOG, KEEPALIVE, error_of, join_address, listen_errors
 
 READABLE, WRITABLE = select.POLLIN, select.POLLIN | select.POLLOUT
-"""What to watch a connection for: what comes; also, until what is queued can be sent."""
+"""Poll flags of a connection: for received data, and for sending queued data as well."""
 _FIRST_BYTES = 64 << 10
-"""A message's buffer grows with what comes of it: nobody makes it large by a word alone."""
+"""Initial bytes of a message's buffer. The buffer grows only with received bytes, so a peer cannot
+make the buffer large by announcing a large message."""
 _INFO_BYTES, _DATA_SENT, _DATA_RECEIVED, _ACK_RECEIVED = 60, 11, 13, 14
-"""Of the struct ``tcp_info``: bytes as far as it is read; which of its 32-bit words say how many
-milliseconds ago data was sent, and how many ago data or an acknowledgement came."""
+"""Positions in the struct ``tcp_info``: number of bytes to read from the struct, then indexes of
+32-bit words. The words hold the milliseconds since data was last sent, since data last came, and
+since an acknowledgement last came."""
 _ANSWER_S = 1.0
-"""Seconds that the other side's kernel has to answer."""
+"""Seconds that the remote kernel has to answer."""
 WAITS = 16
-"""How often a thread waits at one connection before it looks for others: some milliseconds."""
+"""Number of waits of a thread at one connection before the next connection: some milliseconds."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on an address of this machine; 0 takes a free port.
+    """A socket that listens on an address of this machine; port 0 takes a free port.
 
     Raises:
         PortInUseError: the port is taken.
@@ -64,7 +67,7 @@ def dial(host: str, port: int) -> socket.socket:
     """A socket that has begun to connect to an address; see :data:`~kvferry.zeromq.KEEPALIVE`.
 
     Raises:
-        PeerLostError, HostError: it cannot be begun.
+        PeerLostError, HostError: the connection cannot be begun.
     """
     doing = f"cannot connect to {join_address(host, port)}"
     try:
@@ -75,7 +78,7 @@ def dial(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise HostError(f"{doing}: {error}") from error
     tcp.setblocking(False)
-    # No TCP_USER_TIMEOUT: it would also end what waits for a process that has no room for it.
+    # No TCP_USER_TIMEOUT: it would also end connections to a process without room for data.
     for option in KEEPALIVE:
         tcp.setsockopt(*option)
     failed = tcp.connect_ex(address)
@@ -86,18 +89,24 @@ def dial(host: str, port: int) -> socket.socket:
 
 
 class TcpLink(Closing):
-    """A connection. All but :meth:`send` and :meth:`flush` belongs to one thread."""
+    """A connection of one thread; other threads may only :meth:`send` and :meth:`flush`."""
 
     def __init__(self, tcp: socket.socket, other: str) -> None:
-        """Takes over a socket that does not block; ``other`` names its other side in messages."""
+        """Takes over a non-blocking socket; ``other`` names the remote side."""
         tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.descriptor = tcp.fileno()
         self.left = 0
-        """Bytes of the chunk that is sent or received now which have not gone through yet. One end
-        of a connection only sends chunks, the other only receives them."""
+        """Number of bytes left of the current chunk, sent or received. One end of a connection only
+        sends chunks; the other end only receives chunks."""
+        self.at_hand = 0
+        """How many bytes of ``left`` are in memory: fewer than ``left`` for a chunk that is
+        supplied in pieces, see :meth:`begin_packed`."""
+        self.other = other
+        """Name of the remote side in messages."""
+        self._supplied = 0
+        """Number of bytes in the last call of :meth:`supply`."""
         self._sends = False
         self._socket = tcp
-        self._other = other
         self._lock = threading.Lock()
         self._queue: deque[bytes] = deque()
         self._buffer = bytearray(HEADER.size)
@@ -105,13 +114,13 @@ class TcpLink(Closing):
         self._wanted = HEADER.size
         self._is_header = True
         self._part: kernels.Part | None = None
-        """Made with the first chunk."""
+        """Tables and buffers of this end; made with the first chunk."""
         self._chunk: tuple[kernels.Part, Int64s, Tiles, Runs] | None = None
-        """What goes through now. Let go of with its last byte: a connection may be idle for days,
-        and tables may be large."""
+        """The current chunk. Released with its last byte: a connection may be idle for days, and
+        tables may be large."""
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         with self._lock:
             self.descriptor = -1
             self._queue.clear()
@@ -120,13 +129,14 @@ class TcpLink(Closing):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed on this side."""
+        """Whether the connection was closed on this side."""
         return self.descriptor < 0
 
     @property
     def unanswered_s(self) -> float:
-        """How many seconds after the other side's kernel last answered ours sent something again
-        that it has not answered either. 0 for one that only has no room: it says so.
+        """Seconds from the last answer of the remote kernel to the last unanswered sending.
+
+        0 if the remote process only has no room, because its kernel still answers.
         """
         with self._lock:
             if self.is_closed:
@@ -139,27 +149,27 @@ class TcpLink(Closing):
 
     @property
     def queued(self) -> int:
-        """Messages that wait to be sent."""
+        """Number of messages that wait to be sent."""
         return len(self._queue)
 
     def hang_up(self) -> None:
-        """Says that nothing more will be sent: the other side reads what came before."""
+        """Ends the sending direction: the remote side still reads the data sent before."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     @property
     def has_pending(self) -> bool:
-        """Whether something has come that no poller sees any more."""
+        """Whether data has come that no poller reports any more."""
         return False
 
     def flags(self, *, is_full: bool) -> int:
-        """What to watch it for; ``is_full`` says that something could not be sent yet."""
+        """Poll flags of the connection; ``is_full`` says that some data could not be sent yet."""
         return WRITABLE if is_full else READABLE
 
-    # Messages. The first two may be called by any thread.
+    # Messages. Any thread may call send() and flush().
 
     def send(self, message: msgspec.Struct) -> bool:
-        """Sends a message behind those that were queued; whether all have left.
+        """Sends a message after all queued messages; returns whether everything has left.
 
         Raises:
             PeerLostError: the connection is gone.
@@ -170,13 +180,13 @@ class TcpLink(Closing):
         return self.flush()
 
     def flush(self) -> bool:
-        """Sends what is queued, unless a chunk is in the middle; whether all has left.
+        """Sends queued messages, unless a chunk is unfinished; returns whether everything has left.
 
         Raises:
             PeerLostError: the connection is gone.
         """
         with self._lock, self._errors():
-            if self.is_closed:  # whoever closed it has said why
+            if self.is_closed:  # the code that closed the connection has reported why
                 return True
             while self._queue:
                 if self._sends and self.left:
@@ -191,11 +201,11 @@ class TcpLink(Closing):
     def receive(self, most: int) -> bytes | tuple[int, int, int] | None:
         """The next message, or the header of a chunk; ``None`` if neither has come.
 
-        Not before all of the last chunk has been received.
+        The caller must receive the whole last chunk before.
 
         Raises:
             PeerLostError: the connection is gone.
-            ProtocolError: a message of more than ``most`` bytes, or none.
+            ProtocolError: a message of more than ``most`` bytes, or of none.
         """
         with self._errors():
             while self._has_come():
@@ -240,58 +250,105 @@ class TcpLink(Closing):
         header: tuple[int, int, int] | None = None,
         stream: bool = False,
     ) -> None:
-        """Begins with a chunk, which :meth:`push` or :meth:`pull` goes on with.
+        """Begins a chunk; :meth:`push` or :meth:`pull` continues the chunk.
 
         Args:
-            nbytes: of the chunk.
-            addresses: of our regions.
-            tables: tiles and runs of which the other half is the dense chunk.
-            header: goes before it; ``None`` for a chunk that is received. Nothing may be queued.
-            stream: whether short pieces are put in place around the cache.
+            nbytes: bytes of the chunk.
+            addresses: addresses of the local regions.
+            tables: tiles and runs with the dense chunk on their other side.
+            header: header to send before the chunk; ``None`` for a received chunk. The message
+                queue must be empty.
+            stream: whether short pieces are stored in place around the cache.
         """
         tiles, runs = as_rows(tables[0], TILE_DTYPE), as_rows(tables[1], RUN_DTYPE)
-        box = tiles["heads"] * tiles["elements"] * tiles["itemsize"]
-        part = self._part_of(int(box.max()) * int(runs[0]["tokens"]))
+        part = self._part_of(box_bytes(tiles) * int(runs[0]["tokens"]))
         self._sends = header is not None
         if header is not None:
             part.header[:] = header
             nbytes += HEADER.size
         kernels.begin(part, self._direct_bytes, stream, header is not None)
         self._chunk = part, addresses, tiles, runs
-        self.left = nbytes
+        self.left = self.at_hand = nbytes
+
+    def begin_packed(self, header: tuple[int, int, int]) -> None:
+        """Begins to send a chunk whose bytes come later, with :meth:`supply`.
+
+        Args:
+            header: header to send before the chunk. The message queue must be empty.
+        """
+        part = self._part_of(0)
+        part.header[:] = header
+        kernels.begin(part, self._direct_bytes, stream=False, header=True)
+        self._sends = True
+        self.left = header[2] + HEADER.size
+
+    def supply(self, address: int, nbytes: int) -> None:
+        """Supplies the next bytes of a chunk begun with :meth:`begin_packed`.
+
+        The bytes must stay in place until they are sent or taken back.
+        """
+        part = self._part_of(0)
+        has_header = bool(part.state["header"][0])
+        kernels.begin(part, self._direct_bytes, stream=False, header=has_header)
+        tiles = np.zeros(1, dtype=TILE_DTYPE)
+        tiles["source_element_stride"] = tiles["target_element_stride"] = 1
+        tiles["heads"], tiles["elements"], tiles["itemsize"] = 1, nbytes, 1
+        runs = blank_runs(1)
+        runs["tokens"] = 1
+        self._chunk = part, np.array([address], dtype=np.int64), tiles, runs
+        self._supplied = nbytes
+        self.at_hand = nbytes + (HEADER.size if has_header else 0)
+
+    def take_back(self) -> int | None:
+        """Sends no more of the last supplied bytes; some of these bytes must be :attr:`at_hand`.
+
+        Returns:
+            How many supplied bytes have left. ``None`` in the middle of a header: then sending
+                continues.
+        """
+        header_left = max(0, self.at_hand - self._supplied)
+        if 0 < header_left < HEADER.size:
+            return None
+        sent = self._supplied - (self.at_hand - header_left)
+        self._part_of(0).state["header"] = header_left > 0
+        self._chunk, self.at_hand = None, 0
+        return sent
 
     def push(self, most: int, *, waits: int = 0) -> int:
-        """Sends about so many bytes of the chunk at most; returns how many. Fewer than ``most``,
-        while some are :attr:`left`, is all that the socket takes for now.
+        """Sends about ``most`` bytes of the chunk at most; returns the number of sent bytes.
+
+        A result below ``most`` while bytes are :attr:`at_hand` means that the socket takes no more
+        now.
 
         Args:
             most: bytes.
-            waits: how often it may wait for a moment until the socket takes more.
+            waits: how often the call may wait for a short time until the socket takes more.
 
         Raises:
             PeerLostError: the connection is gone.
         """
-        assert self._chunk is not None  # some of it is left
+        assert self._chunk is not None  # some bytes of the chunk are left
         sent, failed = kernels.send(self.descriptor, *self._chunk, most, waits)
         self._went(sent)
         self._check(failed)
         return int(sent)
 
     def pull(self, most: int, *, waits: int = 0) -> tuple[int, int, int]:
-        """Receives about so many bytes of the chunk at most into their places.
+        """Receives about ``most`` bytes of the chunk at most, into place.
 
         Args:
             most: bytes.
-            waits: how often it may wait for a moment until more has come.
+            waits: how often the call may wait for a short time until more has come.
 
         Returns:
-            How many came; fewer than ``most``, while some are :attr:`left`, is all that has come.
-            How many bytes are in place since the last call, and in how many segments.
+            Number of received bytes; a number below ``most`` while bytes are :attr:`left` means
+                that no more has come. Number of bytes put in place since the last call, and number
+                of their segments.
 
         Raises:
             PeerLostError: the connection is gone.
         """
-        assert self._chunk is not None  # some of it is left
+        assert self._chunk is not None  # some bytes of the chunk are left
         state = self._chunk[0].state
         before = int(state["segments"][0])
         came, placed, failed = kernels.receive(self.descriptor, *self._chunk, most, waits)
@@ -300,7 +357,7 @@ class TcpLink(Closing):
         return int(came), int(placed), int(state["segments"][0]) - before
 
     def drop(self) -> int:
-        """Receives what has come of a chunk that nobody wants any more; returns how many bytes.
+        """Receives and drops bytes of an unwanted chunk; returns the number of bytes.
 
         Raises:
             PeerLostError: the connection is gone.
@@ -311,13 +368,14 @@ class TcpLink(Closing):
         return came
 
     def _went(self, nbytes: int) -> None:
-        """So many bytes of the chunk went through."""
+        """Counts ``nbytes`` of the chunk as sent or received."""
         self.left -= nbytes
-        if not self.left:
+        self.at_hand = max(0, self.at_hand - nbytes)
+        if not self.at_hand:
             self._chunk = None
 
     def discard(self) -> None:
-        """Receives what has come, and forgets it.
+        """Receives all present data and drops the data.
 
         Raises:
             PeerLostError: the connection is gone.
@@ -325,7 +383,7 @@ class TcpLink(Closing):
         with self._errors():
             self._read(memoryview(bytearray(_FIRST_BYTES)))
 
-    # What goes through the socket; 0 bytes where it would have to wait.
+    # Calls of the socket; these return 0 bytes instead of waiting.
 
     _direct_bytes = kernels.DIRECT_BYTES
 
@@ -341,13 +399,13 @@ class TcpLink(Closing):
         except BlockingIOError:
             return 0
         if not nbytes:
-            raise PeerLostError(f"the connection to {self._other} is gone: it was ended there")
+            raise PeerLostError(f"the connection to {self.other} is gone: it was ended there")
         return nbytes
 
     def _check(self, failed: int) -> None:
         if failed:
             why = "it was ended there" if failed < 0 else os.strerror(failed)
-            raise PeerLostError(f"the connection to {self._other} is gone: {why}")
+            raise PeerLostError(f"the connection to {self.other} is gone: {why}")
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -355,11 +413,11 @@ class TcpLink(Closing):
             yield
         except OSError as error:
             raise PeerLostError(
-                f"the connection to {self._other} is gone: {error.strerror}"
+                f"the connection to {self.other} is gone: {error.strerror}"
             ) from error
 
     def _part_of(self, box: int) -> kernels.Part:
-        """What a chunk goes through; with a buffer of its own where one run of it is so large."""
+        """Tables and buffer of a chunk; a run larger than the usual buffer gets its own."""
         if box > kernels.PACK_BYTES:
             return kernels.new_part(min(box, kernels.MAX_PACK_BYTES))
         if self._part is None:

@@ -1,9 +1,9 @@
 """The reading side of the tcp transport: threads that receive straight into place.
 
-The chunks of a read are dealt over the connections to its source. Each connection belongs to one
-thread, which receives a chunk, and puts in place what came through its buffer, inside the
-transfer's fence. What comes of a transfer that has ended is dropped
-(:mod:`~kvferry.transports.wire_reader` says why nothing can land late).
+The chunks of a read are distributed over the connections to the source. Each connection belongs to
+one thread. The thread receives a chunk, and copies buffered pieces into place, inside the
+transfer's fence. Bytes of an ended transfer are dropped (:mod:`~kvferry.transports.wire_reader`
+explains why no byte can land late).
 """
 
 import functools
@@ -38,40 +38,40 @@ from kvferry.transports.wire_reader import ReadingSide, WirePeer, WireRead, Wire
 from kvferry.zeromq import HEARTBEAT_S, resolve
 
 GONE_S = 3 * HEARTBEAT_S
-"""Seconds after its last answer in which the source's host must answer what is sent to it."""
+"""Seconds in which the source's host must answer sent data, counted from its last answer."""
 TURN_BYTES = 4 << 20
-"""Bytes that are received on a connection before it is another one's turn."""
+"""Number of bytes received on one connection before the next connection has its turn."""
 _FRAMES_PER_TURN = 32
 
 
 class Line:
-    """One connection to a serving rank, and the thread that it belongs to."""
+    """One connection to a serving rank, and the thread that owns the connection."""
 
     def __init__(self, peer: "TcpPeer", number: int, link: TcpLink, mailbox: Mailbox) -> None:
         self.peer = peer
         self.number = number
-        """Its place in the peer's ``lines``."""
+        """Index in the peer's ``lines``."""
         self.link = link
         self.mailbox = mailbox
         self.begun = time.monotonic()
         self.is_connected = False
         self.is_full = False
-        """Whether it is watched until its socket takes what is queued."""
+        """Whether the thread watches the connection until the socket takes the queued data."""
         self.read: WireRead | None = None
-        """Whose chunk is being received; ``None`` for one that is dropped."""
+        """Read of the chunk that is being received; ``None`` if that chunk is dropped."""
 
     def deal(self, chunks: int, transfer: int) -> tuple[int, int]:
-        """The first of the chunks of a read that come over this line, and the step to the next.
+        """Index of the first chunk of a read on this line, and the step to the next chunk.
 
-        Lines take turns, and another one begins with each read. The first is not less than the
-        step where this line has none.
+        Lines take turns, and each read begins with another line. If this line has no chunk, the
+        index is not less than the step.
         """
         lines = len(self.peer.lines)
         return (self.number - transfer) % lines, min(lines, chunks)
 
 
 class TcpPeer(WirePeer):
-    """A rank that serves, and the connections to it."""
+    """A serving rank, and the connections to the rank."""
 
     def __init__(self, endpoint: Endpoint, reader: "TcpReader") -> None:
         super().__init__(endpoint, reader)
@@ -79,17 +79,17 @@ class TcpPeer(WirePeer):
 
 
 class TcpReader(WireReader[TcpPeer]):
-    """The peers, which belong to the first thread, and the threads that receive."""
+    """The peers, which belong to the first thread, and the receiving threads."""
 
     peer_class = TcpPeer
 
     def __init__(
         self, side: ReadingSide, threads: int, connections: int, encrypt: bool = False
     ) -> None:
-        """So many threads receive, and there are so many connections to each rank."""
+        """Starts ``threads`` threads; ``connections`` connections go to each rank."""
 
         def turn_of(number: int) -> Callable[[], float]:
-            # The others' turns only show whether they get to run.
+            # The turns of other threads only show whether the threads get to run.
             return self.fail_stalled if number == 0 else lambda: side.tick_s
 
         self._mailboxes = [
@@ -117,7 +117,7 @@ class TcpReader(WireReader[TcpPeer]):
         check_same(peer.address, ours=self._encrypt, theirs=bool(endpoint.certificate))
         context = reading_context(endpoint.certificate) if self._encrypt else None
         host = resolve(endpoint.host)
-        if self._side.transfers.closed:  # it may have been closed while the name was resolved
+        if self._side.transfers.closed:  # the transport may close while resolve() runs
             raise TransferError(f"cannot connect to {peer.address}: the transport is closed")
         try:
             for number in range(self._connections):
@@ -136,11 +136,11 @@ class TcpReader(WireReader[TcpPeer]):
     def close(self) -> None:
         """Ends the threads and the connections. Idempotent."""
         self._mailbox.close()
-        self.lose_all()  # their thread has ended
+        self.lose_all()  # the thread of the peers has ended
         for mailbox in self._mailboxes:
             mailbox.close()
 
-    # What follows runs in the first thread.
+    # The methods below run in the first thread.
 
     def _add(self, peer: TcpPeer) -> None:
         self._peers.append(peer)
@@ -154,7 +154,7 @@ class TcpReader(WireReader[TcpPeer]):
     def _look_at(self, peer: TcpPeer, awake_since: float) -> None:
         super()._look_at(peer, awake_since)
         for line in peer.lines:
-            # The other side's kernel answers, whatever its process does.
+            # The remote kernel answers, whatever the remote process does.
             waited = time.monotonic() - max(line.begun, awake_since)
             if not line.is_connected and waited > HEARTBEAT_S:
                 error = f"cannot connect to {peer.address}: no answer in {HEARTBEAT_S:g} s"
@@ -201,13 +201,13 @@ class TcpReader(WireReader[TcpPeer]):
             self._have(line, functools.partial(self._close, line))
 
     def _have(self, line: Line, task: Callable[[], object]) -> None:
-        """Has the thread of a line do something."""
+        """Runs a task in the thread of a line."""
         if line.mailbox is self._mailbox:
             task()
         else:
             line.mailbox.post(task)
 
-    # What follows runs in the thread of the line.
+    # The methods below run in the thread of the line.
 
     def _watch(self, line: Line, *, is_full: bool) -> None:
         if not line.link.is_closed:
@@ -221,7 +221,7 @@ class TcpReader(WireReader[TcpPeer]):
             line.link.close()
 
     def _ready(self, line: Line) -> None:
-        """Something has come, or the socket takes more, or the connection is gone."""
+        """Handles an event: data has come, or the socket takes more, or the connection is gone."""
         if line.link.is_closed:
             return
         try:
@@ -230,12 +230,12 @@ class TcpReader(WireReader[TcpPeer]):
                 line.is_connected = True
                 self._watch(line, is_full=is_full)
             self._receive(line)
-            if line.is_full:  # what it waits for may be another thing now: see TlsLink.flags
+            if line.is_full:  # the needed flags may have changed: see TlsLink.flags
                 self._watch(line, is_full=True)
             if line.link.has_pending:
                 line.mailbox.post(functools.partial(self._ready, line))
         except KVFerryError as error:
-            # After a lie we cannot know which read it was for, nor what else is wrong.
+            # After a lie, neither the affected read nor the extent of the damage is known.
             self._close(line)
             self.post(functools.partial(self.lose, line.peer, error))
 
@@ -259,7 +259,7 @@ class TcpReader(WireReader[TcpPeer]):
                     self.post(functools.partial(self._refused, line.peer, refused))
 
     def _begin(self, line: Line, transfer: int, index: int, nbytes: int) -> None:
-        """A chunk comes."""
+        """Begins to receive a chunk after its header."""
         peer = line.peer
         read = peer.reads.get(transfer)
         if not 0 <= nbytes <= MAX_CHUNK_BYTES:
@@ -267,7 +267,7 @@ class TcpReader(WireReader[TcpPeer]):
         if read is None:
             if not 0 <= transfer < peer.next_number:
                 raise DecodeError(f"{peer.address} sent a chunk of a read that we never asked for")
-            line.read, line.link.left = None, nbytes  # of a read that has ended
+            line.read, line.link.left = None, nbytes  # a chunk of a read that has ended
             return
         assert read.plan is not None
         first, step = line.deal(len(read.plan.chunks), transfer)
@@ -281,12 +281,12 @@ class TcpReader(WireReader[TcpPeer]):
                 stream=read.nbytes >= stream_bytes(),
             )
             line.read = read
-        except Exception as error:  # a bug of ours: this read fails, the others go on
+        except Exception as error:  # a kvferry bug: this read fails, other reads go on
             read.fail(as_transfer_error(error, "unpacking failed"))
             line.read, line.link.left = None, nbytes
 
     def _go_on(self, line: Line) -> bool:
-        """Receives more of a chunk; false if no more of it has come."""
+        """Receives more of a chunk; false if no more of the chunk has come."""
         link, read = line.link, line.read
         if read is None or not read.enter():
             line.read = None

@@ -1,8 +1,9 @@
 """The serving side of the tcp transport: threads that send chunks to readers in turns.
 
-Each connection belongs to one thread. What a reader does not take stays in the regions: TCP holds
-back what its side has no room for, and its turn comes again when the socket takes more. So a reader
-that stops reading holds one socket's buffers of ours and nobody else's turn.
+Each connection belongs to one thread. Data that a reader does not take stays in the regions: TCP
+holds back data without room on the reader's side, and the reader has its next turn when the socket
+takes more. So a reader that stops reading holds the buffers of one local socket, and delays no
+other reader.
 """
 
 import contextlib
@@ -19,7 +20,9 @@ from dataclasses import dataclass, field
 
 from kvferry.decoding import decode
 from kvferry.errors import KVFerryError, PeerLostError, ProtocolError, TransferError
+from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 from kvferry.mailbox import Mailbox
+from kvferry.transports.packing import PackedPiece
 from kvferry.transports.regions import Regions
 from kvferry.transports.tcp_link import WAITS, TcpLink, listen
 from kvferry.transports.tcp_tls import TlsLink
@@ -38,27 +41,58 @@ from kvferry.zeromq import keep_alive
 logger = logging.getLogger(__name__)
 
 SILENCE_S = 120.0
-"""Seconds after which a reader that takes nothing of what it reads counts as hung."""
+"""Seconds without taking any requested data after which a reader counts as hung."""
 MAX_STRANGERS = 64
-"""Connections of one thread that have not shown the token yet; beyond them the oldest goes."""
+"""Largest number of connections of one thread without a token; above it, the oldest is dropped."""
 MAX_HELLO_BYTES = 1024
-"""Largest message of a stranger."""
+"""Largest message, in bytes, of a connection without a token."""
 MAX_ANSWERS = 4 * MAX_READS
-"""Refusals that wait for one reader to take them; it is refused altogether beyond them."""
+"""Largest number of refusals waiting for one reader; a reader with more is refused altogether."""
 TURN_BYTES = 4 << 20
-"""Bytes that a reader is sent before it is another one's turn, however fast it takes them; and
-bytes of its requests that are looked through."""
+"""Number of bytes sent to a fast reader before the next reader has its turn; also the number of
+bytes of requests handled in one turn."""
 _MESSAGES_PER_TURN = 64
-"""Requests of one reader that are handled before somebody is served."""
+"""Number of requests of one reader handled before a reader is served."""
 LOCAL_BYTES = 512 << 10
-"""Bytes under way to a reader of this host, where nothing is for long: so much stays in the second
-level of the cache until it is received (of 1 MiB here; the system takes twice as much memory for
-it). Half or twice of it moves 0.8 and 0.9 of the bytes, what the system would choose 0.8."""
+"""Number of bytes in flight to a reader on the same host, where the latency is tiny. So many bytes
+stay in the second-level cache until received (the cache has 1 MiB here; the system takes twice as
+much memory for the bytes). Half or twice the number moves 0.8 and 0.9 of the bytes per second; the
+system's own choice moves 0.8."""
+HOLD_S = 0.1
+"""Seconds for which a reader that takes nothing keeps packed pieces from other readers."""
+SLOW_BYTES = 256 << 10
+"""Number of bytes per piece for a reader that took nothing, until the end of its chunk: such a
+reader takes little of a piece before the piece is taken back."""
+_PIECES_AHEAD = 2
+"""Number of pieces of one reader that are sent or packed at a time."""
 _LINGER_S = 1.0
-"""How long a reader that was refused may take to leave: ending the connection at once would often
-be quicker than the message that says why."""
+"""Seconds that a refused reader has to leave. A connection that is ended at once would often end
+before the message with the reason arrives."""
 _AGAIN_S = 1.0
-"""Seconds until the next connection is accepted after one could not be."""
+"""Seconds until the next ``accept`` after a failed ``accept``."""
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A part of a read, sent in one go: a chunk, or a piece of a chunk that a device packs."""
+
+    transfer: int
+    """The reader's number of the read."""
+    plan: ChunkPlan
+    index: int
+    """Row of the chunk in the chunk table."""
+    tables: tuple[Tiles, Runs]
+    """Tiles and runs: where the bytes lie in the regions, and in the chunk."""
+    piece: PackedPiece | None = None
+    """The packed bytes; ``None`` if the chunk is sent from the regions, or while the reader takes
+    nothing."""
+    sent: int = 0
+    """Number of bytes of the piece sent before the piece was taken back from the reader."""
+
+    @property
+    def header(self) -> tuple[int, int, int]:
+        """Header to send before the chunk."""
+        return self.transfer, self.index, int(self.plan.nbytes[self.index])
 
 
 @dataclass(slots=True, eq=False)
@@ -67,21 +101,25 @@ class _Reader(ServedReader):
 
     link: TcpLink
     welcome: bool = False
-    """Whether it has shown the token."""
+    """Whether the reader has shown the token."""
     turns: deque[tuple[int, ChunkPlan, int]] = field(default_factory=deque)
-    """Reads that have chunks left, each with the next of them; whose turn it is stands first."""
-    sending: tuple[int, ChunkPlan, int] | None = None
-    """The chunk that is being sent."""
+    """Reads with chunks left, each with the index of the next chunk; the next read to serve is
+    first."""
+    parts: deque[_Part] = field(default_factory=deque)
+    """The part that is being sent, and parts packed in advance."""
+    uncut: deque[_Part] = field(default_factory=deque)
+    """The rest of the chunk that the last of ``parts`` is a piece of."""
     queued: bool = False
-    """Whether it stands in the queue of its thread."""
-    full: bool = False
-    """Whether its socket takes nothing for now."""
+    """Whether the reader is in the queue of its thread."""
+    full: float | None = None
+    """``time.monotonic()`` since which the socket takes nothing; ``None`` while the socket takes
+    data."""
     refused: float | None = None
-    """When it was refused altogether. Nothing that it says counts any more."""
+    """``time.monotonic()`` of the refusal of the whole connection; later messages are ignored."""
 
 
 class TcpServer:
-    """Listens, and deals the connections to the threads that serve them."""
+    """Listens, and distributes the connections over the serving threads."""
 
     def __init__(
         self,
@@ -94,8 +132,9 @@ class TcpServer:
         max_readers: int,
         threads: int,
     ) -> None:
-        """Binds and starts; with an ``identity`` (:func:`~kvferry.transports.tcp_tls.new_identity`)
-        it encrypts.
+        """Binds the port and starts the threads.
+
+        With an ``identity`` (:func:`~kvferry.transports.tcp_tls.new_identity`) the server encrypts.
 
         Raises:
             PortInUseError: ``port`` is taken.
@@ -104,7 +143,7 @@ class TcpServer:
         self._identity = identity
         self._listener = listen(host, port)
         self.port: int = self._listener.getsockname()[1]
-        """The TCP port it listens on."""
+        """TCP port on which the server listens."""
         self.threads = [
             ServingThread(regions, token, max_readers, number, threads) for number in range(threads)
         ]
@@ -115,7 +154,7 @@ class TcpServer:
 
     @property
     def refused(self) -> int:
-        """Messages that were refused."""
+        """Number of refused messages."""
         return sum(thread.refused for thread in self.threads)
 
     def close(self) -> None:
@@ -124,7 +163,7 @@ class TcpServer:
             thread.close()
         self._listener.close()
 
-    # What follows runs in the first thread.
+    # The methods below run in the first thread.
 
     def _listen(self) -> None:
         self._acceptor.watch(self._listener.fileno(), self._accept)
@@ -134,7 +173,7 @@ class TcpServer:
             tcp, (host, port, *_) = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError as error:  # no descriptor is free, for example; it would be called again
+        except OSError as error:  # no free descriptor, for example; accept would be called again
             logger.warning("a connection cannot be accepted: %s", error.strerror)
             self._acceptor.unwatch(self._listener.fileno())
             again = threading.Timer(_AGAIN_S, self._acceptor.post, [self._listen])
@@ -142,48 +181,47 @@ class TcpServer:
             again.start()
             return
         tcp.setblocking(False)
-        # A reader that was stopped takes nothing for a while, and is not gone.
+        # A suspended reader takes nothing for a while, but is not gone.
         keep_alive(tcp, SILENCE_S)
         if tcp.getsockname()[0] == host:
             tcp.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BYTES)
-        # In turns they would not have equal shares: connections end in any order.
+        # Turns would not give equal shares, because connections end in any order.
         thread = min(self.threads, key=lambda each: each.dealt - each.gone)
         thread.dealt += 1
         other = f"{host}:{port}"
         link = TlsLink(tcp, other, self._identity) if self._identity else TcpLink(tcp, other)
         if thread.mailbox is self._acceptor:
             thread.add(link)
-        else:  # which is closed after this one, so that no connection is forgotten
+        else:  # closed after this thread, so that no connection is forgotten
             thread.mailbox.post(functools.partial(thread.add, link))
 
 
 class ServingThread(WireServer):
-    """Some of the connections, and the thread that they belong to."""
+    """Some of the connections, and the thread that owns these connections."""
 
     def __init__(
         self, regions: Regions, token: bytes, max_readers: int, number: int, threads: int
     ) -> None:
         super().__init__(regions, token, max_readers, threads)
         self.readers: list[_Reader] = []
-        """Oldest first."""
+        """All readers of the thread, oldest first."""
         self.dealt = self.gone = 0
-        """Connections that the acceptor gave it, and those of them that have ended."""
+        """Number of connections from the acceptor, and how many of these have ended."""
         self._queue: deque[_Reader] = deque()
-        """Who has something to be sent and a socket that takes it; whose turn it is first."""
+        """Readers with data to send and a socket that takes data; the next to serve is first."""
         self._next_look = 0.0
         self.mailbox = Mailbox(f"tcp-server-{number}", self._turn, poller=select.poll())
 
     def close(self) -> None:
         """Ends the thread, then the connections. Idempotent."""
         self.mailbox.close()
-        for reader in self.readers:
-            reader.link.close()
-        self.readers.clear()
+        for reader in list(self.readers):
+            self._forget(reader)
 
-    # What follows runs in the thread.
+    # The methods below run in this thread.
 
     def add(self, link: TcpLink) -> None:
-        """Takes in a connection that somebody has begun."""
+        """Adds a new connection."""
         strangers = [reader for reader in self.readers if not reader.welcome]
         if len(strangers) >= MAX_STRANGERS:
             self._forget(strangers[0])
@@ -192,7 +230,7 @@ class ServingThread(WireServer):
         self._watch(reader)
 
     def _turn(self) -> float | None:
-        """Serves whose turn it is; seconds until the next one."""
+        """Serves the next reader; returns the seconds until the next turn."""
         if self._queue:
             reader = self._queue.popleft()
             reader.queued = False
@@ -203,11 +241,11 @@ class ServingThread(WireServer):
         return 0.0 if self._queue else pause_s
 
     def _ready(self, reader: _Reader) -> None:
-        """Something has come of a reader, or its socket takes more, or it is gone."""
+        """Handles an event: data has come, or the socket takes more, or the reader is gone."""
         if reader.link.is_closed:
             return
-        if reader.full:
-            reader.full = False
+        if reader.full is not None:
+            reader.full = None
             self._watch(reader)
             self._enqueue(reader)
         with self._losing(reader):
@@ -243,8 +281,8 @@ class ServingThread(WireServer):
             raise ProtocolError(f"{type(message).__name__} came before Hello; connect again")
         elif isinstance(message, Cancel):
             plan = reader.reads.pop(message.transfer, None)
-            # Not left to its turn, which never comes for who takes nothing: he would fill our
-            # memory with tables of reads that he cancels.
+            # The turns are removed now, because a reader that takes nothing has no turn. Such a
+            # reader would fill this process with the tables of cancelled reads.
             reader.turns = deque(turn for turn in reader.turns if turn[1] is not plan)
         else:
             try:
@@ -268,68 +306,159 @@ class ServingThread(WireServer):
         reader.welcome = True
 
     def _enqueue(self, reader: _Reader) -> None:
-        if not (reader.queued or reader.full or reader.link.is_closed):
+        if not (reader.queued or reader.full is not None or reader.link.is_closed):
             reader.queued = True
             self._queue.append(reader)
 
     def _serve(self, reader: _Reader) -> None:
-        """Sends on: the rest of a chunk, then what is queued, then the next chunk."""
+        """Sends the rest of a chunk, then queued messages, then the next chunk."""
         link = reader.link
-        if link.left or (link.flush() and self._begin(reader)):
+        if self._has_bytes(reader):
             sent = link.push(TURN_BYTES, waits=0 if self._queue else WAITS)
             if sent:
                 reader.heard = time.monotonic()
-            reader.full = sent < TURN_BYTES and link.left > 0
-            if not link.left:
+            is_full = sent < TURN_BYTES and link.at_hand > 0
+            if not link.at_hand:
                 self._end(reader)
         else:
-            reader.full = link.queued > 0
-        if reader.full:
+            is_full = link.queued > 0 and not link.left
+        if is_full:
+            reader.full = time.monotonic()
+            if self._regions.packer is not None:  # other readers may soon need the reader's slots
+                self._next_look = min(self._next_look, reader.full + HOLD_S)
             self._watch(reader)
-        elif reader.sending is not None or reader.turns or link.queued > 0:
+        elif self._has_more(reader):
             self._enqueue(reader)
-        elif reader.refused is not None:
+        elif reader.refused is not None and not reader.parts:
             link.hang_up()
 
-    def _begin(self, reader: _Reader) -> bool:
-        """Begins with the next chunk; false if there is none."""
-        if not reader.turns:
+    def _has_bytes(self, reader: _Reader) -> bool:
+        """Whether bytes of a chunk can be sent now; begins the next part if needed."""
+        link = reader.link
+        if link.at_hand:
+            return True
+        if not link.left and not link.flush():
             return False
-        reader.sending = transfer, plan, index = reader.turns.popleft()
-        nbytes = int(plan.nbytes[index])
-        header = transfer, index, nbytes
-        reader.link.begin(nbytes, self._regions.addresses, plan.pack(index), header=header)
+        self._take_turns(reader)
+        if not (reader.parts and self._is_there(reader.parts[0])):
+            return False
+        part = reader.parts[0]
+        if part.piece is None:
+            header = part.header
+            link.begin(header[2], self._regions.addresses, part.tables, header=header)
+            return True
+        if not link.left:
+            link.begin_packed(part.header)
+        link.supply(part.piece.address + part.sent, part.piece.nbytes - part.sent)
         return True
 
-    def _end(self, reader: _Reader) -> None:
-        """A chunk has left; reads of one reader take turns too."""
-        assert reader.sending is not None
-        transfer, plan, index = reader.sending
-        reader.sending = None
-        if reader.reads.get(transfer) is not plan:
+    def _has_more(self, reader: _Reader) -> bool:
+        """Whether data can be sent to a reader now, without waiting for a piece."""
+        link = reader.link
+        if link.at_hand or (link.queued and not link.left):
+            return True
+        if self._regions.packer is None:
+            return bool(reader.turns)
+        self._take_turns(reader)
+        return bool(reader.parts) and self._is_there(reader.parts[0])
+
+    def _is_there(self, part: _Part) -> bool:
+        """Whether the bytes of a part can be sent."""
+        if self._regions.packer is None:
+            return True
+        return part.piece is not None and part.piece.address != 0
+
+    def _take_turns(self, reader: _Reader) -> None:
+        """Takes the next chunks, in turns over the reads of a reader, and starts to pack pieces."""
+        packer = self._regions.packer
+        while len(reader.parts) < (1 if packer is None else _PIECES_AHEAD):
+            if not reader.uncut:
+                if not reader.turns:
+                    break
+                transfer, plan, index = reader.turns.popleft()
+                tables = plan.pack(index)
+                pieces = [tables] if packer is None else packer.pieces(*tables)
+                reader.uncut.extend(_Part(transfer, plan, index, piece) for piece in pieces)
+                if index + 1 < len(plan.chunks):
+                    reader.turns.append((transfer, plan, index + 1))
+            reader.parts.append(reader.uncut.popleft())
+        if packer is None:
             return
-        if index + 1 < len(plan.chunks):
-            reader.turns.append((transfer, plan, index + 1))
-        else:
-            del reader.reads[transfer]
+        for part in reader.parts:
+            if part.piece is None:
+                ready = functools.partial(
+                    self.mailbox.post, functools.partial(self._packed, reader)
+                )
+                part.piece = PackedPiece(*part.tables, ready)
+                packer.pack(part.piece, self._regions.addresses, reader.link.other)
+
+    def _packed(self, reader: _Reader) -> None:
+        """Handles a piece of a reader that was packed, or whose packing failed."""
+        if reader.link.is_closed:
+            return
+        for part in reader.parts:
+            if part.piece is not None and part.piece.error is not None:
+                logger.warning("%s is served no more: %s", reader.link.other, part.piece.error)
+                self._forget(reader)
+                return
+        self._enqueue(reader)
+
+    def _end(self, reader: _Reader) -> None:
+        """Handles the end of a part that was sent."""
+        part = reader.parts.popleft()
+        self._release(part)
+        is_last = not reader.link.left and part.index + 1 == len(part.plan.chunks)
+        if is_last and reader.reads.get(part.transfer) is part.plan:
+            del reader.reads[part.transfer]
+
+    def _release(self, part: _Part) -> None:
+        if part.piece is not None and self._regions.packer is not None:
+            self._regions.packer.release(part.piece)
+            part.piece = None
+
+    def _take_back(self, reader: _Reader) -> None:
+        """Takes pieces back from a stuck reader, makes room for others, and cuts pieces again."""
+        packer = self._regions.packer
+        assert packer is not None  # the packer has packed the pieces
+        if reader.link.at_hand:
+            if (sent := reader.link.take_back()) is None:
+                return
+            reader.parts[0].sent += sent
+        left: deque[_Part] = deque()
+        for part in (*reader.parts, *reader.uncut):
+            self._release(part)
+            sent = part.sent
+            for tables in packer.pieces(*part.tables, SLOW_BYTES):
+                nbytes = num_bytes(*tables)
+                if sent < nbytes:
+                    left.append(_Part(part.transfer, part.plan, part.index, tables, sent=sent))
+                sent = max(0, sent - nbytes)
+        reader.parts.clear()
+        reader.uncut = left
 
     def _look(self) -> float | None:
-        """Drops readers that are gone: of those that take nothing, nothing else would tell.
+        """Drops lost readers: nothing else detects the loss of a reader that takes nothing.
 
         Returns:
-            Seconds until somebody may be gone; ``None`` if nobody is there.
+            Seconds until a reader may be lost; ``None`` without readers.
         """
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + SILENCE_S / 4
             for reader in list(self.readers):
+                if reader.full is not None and any(part.piece for part in reader.parts):
+                    if now - reader.full >= HOLD_S:
+                        self._take_back(reader)
+                    self._next_look = min(self._next_look, now + HOLD_S)
                 if reader.refused is not None:
                     self._next_look = min(self._next_look, now + _LINGER_S)
                     silent = now - reader.refused >= _LINGER_S
                 else:
                     heard = max(reader.heard, self.mailbox.awake_since)
-                    # One that reads nothing now may be silent as long as it likes.
+                    # A reader without reads may be silent for any time.
                     waits = reader.reads or reader.link.left or not reader.welcome
+                    if reader.parts and reader.full is None and not reader.link.at_hand:
+                        waits = False  # this side waits, for a device
                     silent = bool(waits) and now - heard >= SILENCE_S
                 if silent:
                     logger.debug("a reader was silent for too long")
@@ -337,7 +466,7 @@ class ServingThread(WireServer):
         return self._next_look - now if self.readers else None
 
     def _refuse_all(self, reader: _Reader, error: KVFerryError) -> None:
-        """Ends a connection of which we know no more what it says."""
+        """Ends a connection whose messages can no longer be understood."""
         reader.refused = time.monotonic()
         self._next_look = min(self._next_look, reader.refused + _LINGER_S)
         reader.reads.clear()
@@ -346,18 +475,18 @@ class ServingThread(WireServer):
         self._enqueue(reader)
 
     def _watch(self, reader: _Reader) -> None:
-        flags = reader.link.flags(is_full=reader.full)
+        flags = reader.link.flags(is_full=reader.full is not None)
         self.mailbox.watch(reader.link.descriptor, functools.partial(self._ready, reader), flags)
 
     @contextlib.contextmanager
     def _losing(self, reader: _Reader) -> Iterator[None]:
-        """Whatever goes wrong in the block, the others go on."""
+        """Drops the reader if the block fails; other readers go on."""
         try:
             yield
         except PeerLostError as error:
             logger.debug("a reader is gone: %s", error)
             self._forget(reader)
-        except Exception:  # a bug of ours
+        except Exception:  # a kvferry bug
             self._forget(reader)
             raise
 
@@ -367,5 +496,7 @@ class ServingThread(WireServer):
             self.gone += 1
             reader.reads.clear()
             reader.turns.clear()
+            for part in reader.parts:
+                self._release(part)
             self.mailbox.unwatch(reader.link.descriptor)
             reader.link.close()

@@ -1,9 +1,9 @@
-"""What ``encrypt_data`` of the tcp transport adds: TLS 1.3 over the same connections.
+"""Encryption for the tcp transport (``encrypt_data``): TLS 1.3 over the same connections.
 
-A rank makes a key and a certificate for it when it is opened. The certificate travels in the
-endpoint, over the control channel, and the reader accepts that one alone: whoever answers in the
-rank's place has not its key. The reader proves itself by the token, as without TLS, but nobody on
-the way can read it.
+A rank makes a key and a certificate when the rank's transport is opened. The certificate travels in
+the endpoint, over the control channel, and the reader accepts only this certificate: an impostor
+does not have the key. The reader proves itself by the token, as without TLS, but an observer on the
+network path cannot read the token.
 """
 
 import contextlib
@@ -20,11 +20,12 @@ from kvferry.transports.tcp_link import READABLE, TcpLink
 
 _NAME = "kvferry"
 _MOST_BYTES = 256 << 10
-"""Bytes of one call of ``ssl``: of those that it has sent it tells nothing before the last."""
+"""Largest number of bytes in one call of ``ssl``, which reports progress only after the last
+byte."""
 
 
 def new_identity() -> tuple[ssl.SSLContext, bytes]:
-    """What a serving rank answers with, and its certificate (DER) for those who read from it.
+    """TLS context of a serving rank, and its certificate (DER) for the readers.
 
     Raises:
         ConfigError: the package cryptography is not installed.
@@ -46,7 +47,7 @@ def new_identity() -> tuple[ssl.SSLContext, bytes]:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        # It ends with its process; the hosts' clocks may differ.
+        # The certificate ends with its process; the hosts' clocks may differ.
         .not_valid_before(dt.datetime(2000, 1, 1, tzinfo=dt.UTC))
         .not_valid_after(dt.datetime(9999, 1, 1, tzinfo=dt.UTC))
         .sign(key, hashes.SHA256())
@@ -57,8 +58,8 @@ def new_identity() -> tuple[ssl.SSLContext, bytes]:
         serialization.NoEncryption(),
     ) + certificate.public_bytes(serialization.Encoding.PEM)
     context = _only_tls_1_3(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-    context.num_tickets = 0  # nobody resumes
-    descriptor = os.memfd_create(_NAME)  # ssl reads files only; this one is on no disk
+    context.num_tickets = 0  # readers do not resume sessions
+    descriptor = os.memfd_create(_NAME)  # ssl reads files only; this file is on no disk
     try:
         os.write(descriptor, pem)
         context.load_cert_chain(f"/proc/self/fd/{descriptor}")
@@ -68,13 +69,13 @@ def new_identity() -> tuple[ssl.SSLContext, bytes]:
 
 
 def reading_context(certificate: bytes) -> ssl.SSLContext:
-    """What accepts a rank with this certificate, and nobody else.
+    """TLS context that accepts only the rank with this certificate.
 
     Raises:
-        DecodeError: it is no certificate.
+        DecodeError: ``certificate`` is no certificate.
     """
     context = _only_tls_1_3(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
-    context.check_hostname = False  # no name is asked for: the key is known
+    context.check_hostname = False  # no name to check: the key is known
     try:
         context.load_verify_locations(cadata=certificate)
     except (ssl.SSLError, ValueError) as error:
@@ -83,10 +84,10 @@ def reading_context(certificate: bytes) -> ssl.SSLContext:
 
 
 def check_same(address: str, *, ours: bool, theirs: bool) -> None:
-    """Whether both sides encrypt, or neither.
+    """Checks that both sides encrypt, or neither.
 
     Raises:
-        IncompatibleError: one does.
+        IncompatibleError: only one side encrypts.
     """
     if ours != theirs:
         told = f"encrypt_data of tcp: it has {str(theirs).lower()}, we have {str(ours).lower()}"
@@ -99,17 +100,17 @@ def _only_tls_1_3(context: ssl.SSLContext) -> ssl.SSLContext:
 
 
 class TlsLink(TcpLink):
-    """A connection whose bytes are encrypted. A part goes through ``ssl`` row by row."""
+    """A connection with encrypted bytes. A part goes through ``ssl`` row by row."""
 
-    # Shorter pieces are packed: a row is a call of Python and begins a record of its own.
+    # Shorter pieces are packed: each row costs a Python call and a TLS record.
     _direct_bytes = kernels.PACK_BYTES
 
     def __init__(self, tcp: socket.socket, other: str, context: ssl.SSLContext) -> None:
-        """The server's end with a context of :func:`new_identity`, else the reader's."""
+        """Makes the server's end with a context of :func:`new_identity`, else the reader's end."""
         super().__init__(tcp, other)
         self._context = context
         self._tls: ssl.SSLSocket | None = None
-        """None before the socket is connected."""
+        """``None`` before the socket is connected."""
         self._is_shaken = False
 
     @property
@@ -120,21 +121,21 @@ class TlsLink(TcpLink):
 
     def flags(self, *, is_full: bool) -> int:
         """See :meth:`TcpLink.flags`."""
-        # The first words are short: what has to be waited for is the other side's.
+        # The first messages are short, so this side can only be waiting for the remote side.
         shaking = self._tls is not None and not self._is_shaken
         return READABLE if shaking else super().flags(is_full=is_full)
 
     def push(self, most: int, *, waits: int = 0) -> int:
         """See :meth:`TcpLink.push`."""
-        assert self._chunk is not None  # some of it is left
+        assert self._chunk is not None  # some bytes of the chunk are left
         part, addresses, tiles, runs = self._chunk
         state, sent = part.state[0], 0
         with self._errors():
-            while self.left and sent < most:
+            while self.at_hand and sent < most:
                 if state["row"] == state["rows"]:
                     kernels.fill(part, addresses, tiles, runs, True)
                 with self._lock:
-                    # Either all of it, or the same again: so the library wants it.
+                    # The library wants the whole row, or else the same row again.
                     nbytes = self._write(_row(part))
                 if not nbytes:
                     if not (waits and self._has_waited(select.POLLOUT)):
@@ -148,7 +149,7 @@ class TlsLink(TcpLink):
 
     def pull(self, most: int, *, waits: int = 0) -> tuple[int, int, int]:
         """See :meth:`TcpLink.pull`."""
-        assert self._chunk is not None  # some of it is left
+        assert self._chunk is not None  # some bytes of the chunk are left
         part, addresses, tiles, runs = self._chunk
         state, came, placed = part.state[0], 0, 0
         before = int(state["segments"])
@@ -171,7 +172,7 @@ class TlsLink(TcpLink):
         return came, placed, int(state["segments"]) - before
 
     def _has_waited(self, flag: int) -> bool:
-        """Whether the socket takes more, or more has come, within a moment."""
+        """Whether the socket takes more, or more has come, within a short time."""
         poller = select.poll()
         poller.register(self.descriptor, flag)
         return self._is_shaken and bool(poller.poll(kernels.WAIT_MS))
@@ -186,27 +187,27 @@ class TlsLink(TcpLink):
             return 0
 
     def _read(self, into: memoryview) -> int:
-        with self._lock:  # the library takes no two calls at a time
+        with self._lock:  # the library allows one call at a time
             tls = self._shake()
             came = 0
             with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                while tls is not None and came < len(into):  # a record at a time
+                while tls is not None and came < len(into):  # a TLS record at a time
                     nbytes = tls.recv_into(into[came:])
                     if not nbytes:
                         why = "it was ended there"
-                        raise PeerLostError(f"the connection to {self._other} is gone: {why}")
+                        raise PeerLostError(f"the connection to {self.other} is gone: {why}")
                     came += nbytes
         return came
 
     def _shake(self) -> ssl.SSLSocket | None:
-        """The connection once both sides know each other; with the lock held."""
+        """The connection after the TLS handshake, else ``None``. The caller must hold the lock."""
         if self._tls is None:
             failed = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if failed:
                 raise OSError(failed, os.strerror(failed))
             try:
                 self._socket.getpeername()
-            except OSError:  # it is not connected yet
+            except OSError:  # the socket is not connected yet
                 return None
             self._tls = self._socket = self._context.wrap_socket(
                 self._socket,
@@ -223,7 +224,7 @@ class TlsLink(TcpLink):
 
 
 def _row(part: kernels.Part) -> memoryview:
-    """The next bytes of the row that is next."""
+    """The bytes to transfer next, in the part's next row."""
     row = part.rows[int(part.state["row"][0])]
     address, nbytes = int(row["address"]), min(int(row["nbytes"]), _MOST_BYTES)
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")

@@ -1,11 +1,12 @@
-"""The transport over UCX: two-sided messages, over RDMA, shared memory or TCP as UCX finds them.
+"""The transport over UCX: two-sided messages, over RDMA, shared memory or TCP as UCX chooses.
 
-Cut into chunks and packed as by ``tcp`` (:mod:`~kvferry.transports.wire_chunks`); the source packs
-(:mod:`~kvferry.transports.ucx_server`), the reader unpacks from bounce buffers of its own
-(:mod:`~kvferry.transports.ucx_reader`), which is what makes it fence. One thread owns UCX.
+Reads are cut into chunks and packed as in ``tcp`` (:mod:`~kvferry.transports.wire_chunks`). The
+source packs (:mod:`~kvferry.transports.ucx_server`). The reader unpacks from its own bounce buffers
+(:mod:`~kvferry.transports.ucx_reader`); therefore the transport fences. A single thread owns UCX.
 """
 
 import select
+from functools import partial
 
 import msgspec
 
@@ -24,9 +25,9 @@ class UcxExtraConfig(WireConfig, frozen=True, kw_only=True):
     """Keys of the ``ucx`` transport."""
 
     window_bytes: int = 16 << 20
-    """Bytes that a reader has asked for at most, per connection."""
+    """Largest number of bytes that a reader requests ahead, per connection."""
     config: dict[str, str] = msgspec.field(default_factory=dict)
-    """UCX's own settings, without the prefix ``UCX_``: ``{"TLS": "rc,sm"}``."""
+    """Settings of UCX, without the prefix ``UCX_``: ``{"TLS": "rc,sm"}``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,10 +46,12 @@ class UcxTransport(WireTransport):
         self._ucx = Ucx(extra.config, port_of(extra.port, options.rank))
         self._mailbox = Mailbox("ucx", self._turn, poller=select.poll())
         self._port = self._ucx.port
-        self._server = UcxServer(self._regions, self._token, extra.max_readers)
+        wake = partial(self._mailbox.post, lambda: None)
+        self.server = UcxServer(self._regions, self._token, extra.max_readers, wake)
+        """The side that serves our regions to peers."""
         self._pool = MoverPool("ucx", options.threads)
         side = self._reading_side(extra, options.stall_timeout_s)
-        self._reader: UcxReader = UcxReader(
+        self.reader: UcxReader = UcxReader(
             self._ucx, self._mailbox, side, self._pool, extra.window_bytes
         )
         self._mailbox.watch(self._ucx.event_fd, lambda: None)  # the turn makes the progress
@@ -60,9 +63,9 @@ class UcxTransport(WireTransport):
 
         Raises:
             ConfigError: ucxx is not installed; unknown or wrong keys in ``options.extra``; a
-                wildcard host, which peers cannot be told.
+                wildcard host, which peers cannot use.
             PortInUseError: the configured port is taken.
-            HostError: UCX finds nothing to listen on.
+            HostError: UCX finds no device to listen on.
         """
         extra = parse_struct(UcxExtraConfig, options.extra, "ucx")
         check_host(options.advertise_host or options.host)
@@ -73,16 +76,16 @@ class UcxTransport(WireTransport):
         """See :meth:`Transport.close`."""
         if not self._transfers.close():
             return
-        self._mailbox.close()  # from here on UCX is this thread's
-        self._reader.lose_all()
-        self._server.close()
+        self._mailbox.close()  # from here on this thread owns UCX
+        self.reader.lose_all()
+        self.server.close()
         self._ucx.close()
         self._pool.close()
 
     def _turn(self) -> float:
-        """One look at everything, by the transport's thread; seconds until the next."""
+        """One turn of the transport's thread; returns the seconds until the next turn."""
         self._ucx.progress()
-        self._server.accept(self._ucx.arrivals())
-        progressed = self._server.round() | self._reader.round()
-        pause_s = self._reader.fail_stalled()
+        self.server.accept(self._ucx.arrivals())
+        progressed = self.server.round() | self.reader.round()
+        pause_s = self.reader.fail_stalled()
         return pause_s if not progressed and self._ucx.may_sleep() else 0.0

@@ -1,8 +1,8 @@
-"""Where ucxx's objects and errors become ours.
+"""The seam to ucxx: kvferry's own classes and errors around ucxx's objects.
 
-The package ucxx asks for RMM and CUDA's bindings; moving host memory needs neither. Its asyncio
-interface wants an event loop of the application's, so this uses the objects beneath it: a worker,
-a listener and endpoints, all owned by one thread.
+The package ucxx requires RMM and CUDA's bindings, although moving host memory needs neither. The
+asyncio interface of ucxx needs an event loop of the application. So this module uses the objects
+beneath: a worker, a listener and endpoints, all owned by a single thread.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from kvferry.errors import (
     ProtocolError,
     TransferError,
 )
-from kvferry.transports.base import ByteArray
+from kvferry.layouts.arrays import ByteArray
 from kvferry.transports.wire_messages import MAX_REQUEST_BYTES
 
 logger = logging.getLogger(__name__)
 
 Request: TypeAlias = Any
-"""ucxx's handle of a message under way."""
+"""ucxx's handle of a message in progress."""
 
 _HOST_ERRORS = ("NoMemory", "NoDevice", "InvalidAddr", "NoResource")
 _LOST_ERRORS = (
@@ -46,13 +46,13 @@ _LOST_ERRORS = (
     "SomeConnectsFailed",
 )
 _LENGTH = struct.Struct("<Q")
-"""What stands before each message: its bytes."""
+"""Header before each message: number of bytes of the message."""
 _ENDED_NS = 10**8
 """Nanoseconds that the end of a connection may take."""
 
 
 def error_of(error: Exception, doing: str) -> KVFerryError:
-    """Our error for one of ucxx's, by its name: they are many, and made when ucxx is imported."""
+    """The kvferry error for a ucxx error, chosen by name: ucxx makes many classes at its import."""
     name = type(error).__name__
     text = f"{doing}: UCX says {str(error) or name}"
     if "Busy" in name:
@@ -66,27 +66,27 @@ def error_of(error: Exception, doing: str) -> KVFerryError:
 
 @contextlib.contextmanager
 def ucx_errors(doing: str) -> Iterator[None]:
-    """Raises every error of the block as the one of ours that it means."""
+    """Raises every error in the block as the matching kvferry error."""
     try:
         yield
     except KVFerryError:
         raise
-    except Exception as error:  # ucxx's have no common base but this, and Cython adds its own
+    except Exception as error:  # ucxx's errors have no other common base, and Cython adds more
         raise error_of(error, doing) from error
 
 
 def _load() -> Any:
-    """The objects of ucxx, and what wraps a buffer for them.
+    """The module of ucxx's objects, and the class that wraps a buffer for ucxx.
 
     Raises:
-        ConfigError: it is not installed, or does not load.
+        ConfigError: ucxx is not installed, or does not load.
     """
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # ucxx sets some that this UCX lacks
     try:
-        with contextlib.suppress(ImportError):  # UCX may be the system's
+        with contextlib.suppress(ImportError):  # UCX may belong to the system
             import libucx
 
-            libucx.load_library()  # libucxx would do it only after RMM's, which we go without
+            libucx.load_library()  # libucxx would load UCX only after RMM, which is not needed here
         import ucxx  # noqa: F401  (it loads the libraries that the next line needs)
         from ucxx._lib import arr, libucxx
     except ImportError as error:
@@ -97,12 +97,13 @@ def _load() -> Any:
     return libucxx, arr.Array
 
 
-class Link:
+class UcxLink:
     """A connection: short messages that arrive whole and in order, and buffers by their tag.
 
-    Short messages are a stream, each behind its length. UCX's active messages would know where they
-    end, but ucxx queues what waits for them by the address of the connection in memory: a receive
-    that waited when a connection ended swallows the first message of a later one at that address.
+    Short messages form a stream; each message follows its length. UCX's active messages would keep
+    message bounds, but ucxx queues waiting receives by the address of the connection in memory. A
+    receive that waits when a connection ends would swallow the first message of a later connection
+    at the same address.
     """
 
     def __init__(self, ucx: "Ucx", endpoint: Any) -> None:
@@ -110,16 +111,16 @@ class Link:
         self._endpoint = endpoint
         self._receiving: Request = None
         self._buffer = np.empty(0, dtype=np.uint8)
-        """What it receives into: a length, or a message."""
+        """Buffer of the current receive: a length, or a message."""
         self._is_length = True
 
     @property
     def alive(self) -> bool:
-        """Whether the other side is there, as far as UCX knows."""
+        """Whether the remote side is there, as far as UCX knows."""
         return bool(self._endpoint.alive)
 
     def send(self, frame: bytes) -> Request:
-        """Sends a message; the request tells when it has left."""
+        """Sends a message; the returned request is completed when the message has left."""
         framed = np.frombuffer(_LENGTH.pack(len(frame)) + frame, dtype=np.uint8)
         self._check_alive()
         with ucx_errors("cannot send"):
@@ -131,7 +132,7 @@ class Link:
 
         Raises:
             PeerLostError, TransferError: the connection is gone.
-            ProtocolError: the message would be longer than any may be.
+            ProtocolError: the message would be longer than the limit.
         """
         while self._has_come():
             buffer, self._receiving = self._buffer, None
@@ -148,15 +149,15 @@ class Link:
         return None
 
     def _has_come(self) -> bool:
-        """Whether the buffer is full; begins to receive a length where nothing is awaited."""
-        if self._receiving is None and self.alive:  # else UCX would let it wait for ever
+        """Whether the buffer is full; begins to receive a length if no receive is in progress."""
+        if self._receiving is None and self.alive:  # else UCX would wait for ever
             self._expect(_LENGTH.size)
         if self._receiving is None or not self._receiving.completed:
             return False
         try:
             self._receiving.check_error()
         except Exception as error:
-            # UCX calls it a message cut short when the other side goes.
+            # UCX reports a message cut short when the remote side goes.
             raise PeerLostError(f"the connection has ended: UCX says {error}") from error
         return True
 
@@ -167,14 +168,14 @@ class Link:
         self._receiving = self._ucx.hold(request, self._buffer)
 
     def send_buffer(self, tag: int, buffer: ByteArray) -> Request:
-        """Sends a buffer to whoever expects ``tag``; it must stay as it is until it has left."""
+        """Sends a buffer under ``tag``; the buffer must stay unchanged until it has left."""
         self._check_alive()
         with ucx_errors("cannot send"):
             request = self._endpoint.tag_send(self._ucx.array(buffer), self._ucx.tag(tag))
         return self._ucx.hold(request, buffer)
 
     def expect(self, tag: int, buffer: ByteArray) -> Request:
-        """Receives what comes under ``tag``, at most as much as fits, into ``buffer``."""
+        """Receives the message under ``tag``, at most as much as fits, into ``buffer``."""
         self._check_alive()
         with ucx_errors("cannot receive"):
             request = self._endpoint.tag_recv(
@@ -183,21 +184,21 @@ class Link:
         return self._ucx.hold(request, buffer)
 
     def _check_alive(self) -> None:
-        """UCX would not come back from a message to a connection that it has given up."""
+        """Raises PeerLostError for an ended connection, because UCX would never return."""
         if not self.alive:
             raise PeerLostError("the connection has ended")
 
     def close(self) -> None:
-        """Ends the connection; what is under way on it is cancelled."""
+        """Ends the connection and cancels its messages in progress."""
         with contextlib.suppress(KVFerryError), ucx_errors("cannot close"):
             self._endpoint.close_blocking(period=_ENDED_NS, max_attempts=1)
 
 
 class Ucx:
-    """A UCX worker of its own, and what listens on it. Used by one thread at a time."""
+    """A private UCX worker and its listener. Used by one thread at a time."""
 
     def __init__(self, config: Mapping[str, str], port: int) -> None:
-        """Opens and listens.
+        """Opens the worker and listens.
 
         Raises:
             ConfigError: ucxx is not installed, or UCX refuses the configuration.
@@ -209,7 +210,7 @@ class Ucx:
         self.whole_tag = self._api.UCXXTagMaskFull
         self._arrived: list[Any] = []
         self._held: list[tuple[Request, ByteArray]] = []
-        """Messages under way, which UCX reads or writes."""
+        """Requests in progress, and their buffers, which UCX reads or writes."""
         try:
             self._context = self._api.UCXContext(dict(config))
         except Exception as error:
@@ -222,47 +223,48 @@ class Ucx:
             )
         self.port: int = self._listener.port
         self.event_fd: int = self._worker.epoll_file_descriptor
-        """Readable when there is progress to be made, after :meth:`may_sleep` said yes."""
+        """Descriptor that becomes readable when progress is possible, after :meth:`may_sleep` was
+        true."""
 
-    def arrivals(self) -> list[Link]:
-        """Connections that others have begun since the last call."""
+    def arrivals(self) -> list[UcxLink]:
+        """Connections begun by remote sides since the last call."""
         arrived, self._arrived[:] = list(self._arrived), []
         links = []
         for request in arrived:
             try:
                 with ucx_errors("cannot accept a connection"):
                     endpoint = self._listener.create_endpoint_from_conn_request(request, True)
-            except KVFerryError as error:  # it is the other side's loss
+            except KVFerryError as error:  # only the remote side loses
                 logger.warning("%s", error)
                 continue
-            links.append(Link(self, endpoint))
+            links.append(UcxLink(self, endpoint))
         return links
 
-    def connect(self, host: str, port: int) -> Link:
+    def connect(self, host: str, port: int) -> UcxLink:
         """Begins a connection.
 
         Raises:
-            PeerLostError, HostError, TransferError: it cannot be begun.
+            PeerLostError, HostError, TransferError: the connection cannot be begun.
         """
         with ucx_errors(f"cannot connect to {host}:{port}"):
-            return Link(self, self._api.UCXEndpoint.create(self._worker, host, port, True))
+            return UcxLink(self, self._api.UCXEndpoint.create(self._worker, host, port, True))
 
     def hold(self, request: Request, buffer: ByteArray) -> Request:
-        """Keeps a buffer until UCX has let go of it, whatever becomes of the connection."""
+        """Keeps a buffer until UCX has released the buffer, whatever happens to the connection."""
         self._held.append((request, buffer))
         return request
 
     def progress(self) -> None:
-        """Moves everything on."""
+        """Makes progress on all connections and messages."""
         self._worker.progress()
         self._held = [each for each in self._held if not each[0].completed]
 
     def may_sleep(self) -> bool:
-        """Whether nothing is left to do before :attr:`event_fd` becomes readable."""
+        """Whether all work is done until :attr:`event_fd` becomes readable."""
         return bool(self._worker.arm())
 
     def close(self) -> None:
-        """Ends the listener and the worker, once UCX has let go of all buffers."""
+        """Ends the listener and the worker, once UCX has released all buffers."""
         for _ in range(1000):
             if not self._held:
                 break

@@ -1,7 +1,8 @@
-"""The reading side of the ucx transport: asks for chunks, receives them into bounce buffers.
+"""The reading side of the ucx transport: requests chunks and receives them into bounce buffers.
 
-UCX writes the bounce buffers only, and movers unpack them into place; so a terminal state proves
-that nothing lands any more, although a bounce buffer may be kept for a long time yet.
+UCX writes only the bounce buffers, and movers unpack the buffers into place. So a terminal state
+proves that no byte lands in the target afterwards, although a bounce buffer may be kept for much
+longer.
 """
 
 import functools
@@ -15,11 +16,12 @@ import numpy as np
 
 from kvferry.decoding import decode
 from kvferry.errors import DecodeError, KVFerryError, PeerLostError
+from kvferry.layouts.arrays import ByteArray
 from kvferry.layouts.copier import copy_tiles
 from kvferry.mailbox import Mailbox
-from kvferry.transports.base import ByteArray, TransferState, as_transfer_error
+from kvferry.transports.base import TransferState, as_transfer_error
 from kvferry.transports.movers import MoverPool
-from kvferry.transports.ucx_link import Link, Request, Ucx
+from kvferry.transports.ucx_link import Request, Ucx, UcxLink
 from kvferry.transports.ucx_server import MAX_WANTS
 from kvferry.transports.wire_chunks import ChunkPlan
 from kvferry.transports.wire_messages import (
@@ -36,7 +38,7 @@ from kvferry.transports.wire_reader import ReadingSide, WirePeer, WireRead, Wire
 
 @dataclass(slots=True, eq=False)
 class _Bounce:
-    """A chunk that was asked for."""
+    """A requested chunk."""
 
     read: WireRead
     chunk: int
@@ -46,41 +48,41 @@ class _Bounce:
 
 
 class UcxPeer(WirePeer):
-    """A connection with its link, and the chunks that were asked for."""
+    """A connection with its link, and the requested chunks."""
 
     def __init__(self, endpoint: Endpoint, reader: "UcxReader") -> None:
         super().__init__(endpoint, reader)
-        self.link: Link | None = None
-        """None before the first read, and after the end."""
+        self.link: UcxLink | None = None
+        """``None`` before the first read, and after the end."""
         self.turns: deque[tuple[WireRead, Request, Iterator[int]]] = deque()
-        """Reads that have chunks to ask for, next first; each with the request of its own message,
-        which must have left before, and the chunks that are left."""
+        """Reads with chunks to request, next first. Each entry has the read, the request of the
+        read's own message, which must leave before, and the remaining chunks."""
         self.bounces: list[_Bounce] = []
-        """Chunks under way."""
+        """Chunks in progress."""
         self.bytes_ahead = 0
-        """Bytes of them."""
+        """Number of bytes of the chunks in progress."""
 
 
 class UcxReader(WireReader[UcxPeer]):
-    """The connections. Belongs to the service's thread."""
+    """The connections. Belongs to the transport's thread."""
 
     peer_class = UcxPeer
 
     def __init__(
         self, ucx: Ucx, mailbox: Mailbox, side: ReadingSide, pool: MoverPool, window_bytes: int
     ) -> None:
-        """The movers of ``pool`` unpack; ``window_bytes`` are asked for at most, per peer."""
+        """The movers of ``pool`` unpack; a peer has at most about ``window_bytes`` requested."""
         super().__init__(mailbox, side)
         self._ucx = ucx
         self._pool = pool
         self._window_bytes = window_bytes
 
     def connect(self, endpoint: Endpoint) -> UcxPeer:
-        """Takes note of a peer; UCX connects at the first read, and where nobody is, that fails."""
+        """Makes a peer. UCX connects at the first read, which fails if no rank serves there."""
         return UcxPeer(endpoint, self)
 
     def round(self) -> bool:
-        """One look at every connection; whether anything went on."""
+        """Looks once at every connection; returns whether there was progress."""
         progressed = False
         for peer in list(self._peers):
             try:
@@ -129,7 +131,7 @@ class UcxReader(WireReader[UcxPeer]):
             self._peers.remove(peer)
             peer.link.close()
             peer.link = None
-        peer.bounces.clear()  # UCX keeps the buffers that it may still write
+        peer.bounces.clear()  # UCX keeps the buffers that UCX may still write
         peer.turns.clear()
 
     def _receive(self, peer: UcxPeer) -> bool:
@@ -142,7 +144,7 @@ class UcxReader(WireReader[UcxPeer]):
         return True
 
     def _ask(self, peer: UcxPeer) -> bool:
-        """Asks for as many chunks as the window and the server allow."""
+        """Requests as many chunks as the window and the server allow."""
         asked = False
         for _ in range(len(peer.turns)):
             if peer.bytes_ahead >= self._window_bytes or len(peer.bounces) >= MAX_WANTS // 2:
@@ -169,7 +171,7 @@ class UcxReader(WireReader[UcxPeer]):
         peer.link.send(encode(Want(read.number, chunk, tag)))
 
     def _land(self, peer: UcxPeer) -> bool:
-        """Hands the chunks that have come to the movers."""
+        """Hands arrived chunks to the movers."""
         came = [each for each in peer.bounces if each.request.completed]
         if not came:
             return False
@@ -189,7 +191,7 @@ class UcxReader(WireReader[UcxPeer]):
         return True
 
     def _unpack(self, read: WireRead, plan: ChunkPlan, chunk: int, data: ByteArray) -> None:
-        """Puts one chunk in place, on a mover."""
+        """Unpacks a chunk into place, on a mover."""
         if not read.enter():
             return
         nbytes, segments = 0, 0
@@ -198,7 +200,7 @@ class UcxReader(WireReader[UcxPeer]):
                 [data.ctypes.data], self._side.regions.addresses, *plan.unpack(chunk)
             )
             nbytes = data.nbytes
-        except Exception as error:  # a bug of ours: this read fails, the mover goes on
+        except Exception as error:  # a kvferry bug: this read fails, the mover goes on
             read.fail(as_transfer_error(error, "unpacking failed"))
         finally:
             read.leave(nbytes, segments)

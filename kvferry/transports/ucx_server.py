@@ -1,20 +1,26 @@
-"""The serving side of the ucx transport: packs the chunks that readers want, in turns."""
+"""The serving side of the ucx transport: packs the chunks that readers want, in turns.
+
+For a cache on a device, the device packs a chunk piece by piece
+(:mod:`~kvferry.transports.packing`). Each piece is copied once more, into the buffer that UCX
+sends, because UCX may need the buffer for as long as the reader likes.
+"""
 
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvferry.decoding import decode
 from kvferry.errors import KVFerryError, ProtocolError, TransferError
+from kvferry.layouts.arrays import ByteArray, bytes_at
 from kvferry.layouts.copier import copy_tiles
-from kvferry.transports.base import ByteArray
+from kvferry.transports.packing import PackedPiece
 from kvferry.transports.regions import Regions
-from kvferry.transports.ucx_link import Link, Request
+from kvferry.transports.ucx_link import Request, UcxLink
 from kvferry.transports.wire import ServedReader, WireServer
-from kvferry.transports.wire_chunks import ChunkPlan
 from kvferry.transports.wire_messages import (
     TAG_BYTES,
     UCX_REQUESTS,
@@ -29,44 +35,61 @@ from kvferry.transports.wire_messages import (
 logger = logging.getLogger(__name__)
 
 _SENDS_AHEAD = 4
-"""Chunks on their way to one reader."""
+"""Largest number of chunks packed or sent to one reader at a time."""
 MAX_WANTS = 1024
-"""Chunks that a reader may want at a time."""
+"""Largest number of chunks that a reader may want at a time."""
 _REFUSED_S = 1.0
-"""How long a reader that was refused may take to leave; ending the connection at once would often
-be quicker than the message that says why."""
+"""Seconds that a refused reader has to leave. A connection that is ended at once would often end
+before the message with the reason arrives."""
+
+
+@dataclass(slots=True, eq=False)
+class _Packing:
+    """A chunk that a device packs."""
+
+    want: Want
+    buffer: ByteArray
+    """Buffer of the chunk and its tag, filled as far as pieces have come."""
+    pieces: deque[PackedPiece]
+    """Pieces that have not come yet, in order."""
 
 
 @dataclass(slots=True, eq=False)
 class _Reader(ServedReader):
-    """A reader, with what it wants and what is on its way to it."""
+    """A reader, with its wanted chunks and the chunks on their way to the reader."""
 
-    link: Link
+    link: UcxLink
     welcome: bool = False
-    """Whether it has shown the token."""
+    """Whether the reader has shown the token."""
     wants: deque[Want] = field(default_factory=deque)
+    packing: deque["_Packing"] = field(default_factory=deque)
+    """Chunks that a device packs."""
     sending: list[Request] = field(default_factory=list)
     """Chunks that have not left yet."""
     refused: float | None = None
-    """When it was refused altogether. Nothing that it says counts any more."""
+    """``time.monotonic()`` of the refusal of the whole connection; later messages are ignored."""
 
 
 class UcxServer(WireServer):
-    """Serves regions to readers. Belongs to the service's thread."""
+    """Serves regions to readers. Belongs to the transport's thread."""
 
-    def __init__(self, regions: Regions, token: bytes, max_readers: int) -> None:
+    def __init__(
+        self, regions: Regions, token: bytes, max_readers: int, wake: Callable[[], object]
+    ) -> None:
+        """``wake`` makes the transport's thread look at every reader soon; any thread calls it."""
         super().__init__(regions, token, max_readers)
+        self._wake = wake
         self._readers: list[_Reader] = []
 
-    def accept(self, links: list[Link]) -> None:
-        """Takes in connections that others have begun."""
+    def accept(self, links: list[UcxLink]) -> None:
+        """Adds connections begun by readers."""
         for link in links:
             if len(self._readers) >= self._max_readers:
                 self._forget(self._silent_longest(self._readers))
             self._readers.append(_Reader(link))
 
     def round(self) -> bool:
-        """One look at every reader; whether anything went on."""
+        """Looks once at every reader; returns whether there was progress."""
         progressed = False
         for reader in list(self._readers):
             try:
@@ -119,26 +142,65 @@ class UcxServer(WireServer):
             reader.wants.append(message)
 
     def _serve(self, reader: _Reader) -> bool:
-        """Sends the next chunk that a reader wants, if the last ones have left."""
+        """Sends the next chunk that a reader wants, if the last chunks have left."""
         before = len(reader.sending)
         reader.sending = [each for each in reader.sending if not each.completed]
         progressed = len(reader.sending) < before
-        if reader.wants and len(reader.sending) < _SENDS_AHEAD:
-            want = reader.wants.popleft()
-            buffer = self._pack(reader.reads.get(want.transfer), want)
-            reader.sending.append(reader.link.send_buffer(want.tag, buffer))
+        if reader.packing:
+            progressed |= self._take_pieces(reader, reader.packing[0])
+        if reader.wants and len(reader.sending) + len(reader.packing) < _SENDS_AHEAD:
+            self._begin(reader, reader.wants.popleft())
             progressed = True
         return progressed
 
-    def _pack(self, plan: ChunkPlan | None, want: Want) -> ByteArray:
-        """A chunk and its tag; only the tag where there is no such read, or no such chunk."""
-        known = plan is not None and 0 <= want.chunk < len(plan.chunks)
-        nbytes = int(plan.nbytes[want.chunk]) if plan is not None and known else 0
-        buffer = np.empty(nbytes + TAG_BYTES, dtype=np.uint8)
-        if plan is not None and known:
-            copy_tiles(self._regions.addresses, [buffer.ctypes.data], *plan.pack(want.chunk))
-        buffer[nbytes:].view("<u8")[0] = want.tag
-        return buffer
+    def _begin(self, reader: _Reader, want: Want) -> None:
+        """Packs a chunk and sends the chunk with its tag.
+
+        If there is no such read or no such chunk, sends only the tag.
+        """
+        plan = reader.reads.get(want.transfer)
+        if plan is None or not 0 <= want.chunk < len(plan.chunks):
+            self._send(reader, want, np.empty(TAG_BYTES, dtype=np.uint8))
+            return
+        buffer = np.empty(int(plan.nbytes[want.chunk]) + TAG_BYTES, dtype=np.uint8)
+        tables, packer = plan.pack(want.chunk), self._regions.packer
+        if packer is None:
+            copy_tiles(self._regions.addresses, [buffer.ctypes.data], *tables)
+            self._send(reader, want, buffer)
+            return
+        pieces = deque(PackedPiece(*piece, ready=self._wake) for piece in packer.pieces(*tables))
+        reader.packing.append(_Packing(want, buffer, pieces))
+        for piece in pieces:
+            packer.pack(piece, self._regions.addresses, str(id(reader)))
+
+    def _take_pieces(self, reader: _Reader, packing: _Packing) -> bool:
+        """Takes packed pieces of a chunk, and sends the chunk once complete.
+
+        Returns:
+            Whether any piece was taken.
+
+        Raises:
+            TransferError: the device could not pack a piece.
+        """
+        packer, progressed = self._regions.packer, False
+        assert packer is not None  # the packer has packed the pieces
+        while packing.pieces and (piece := packing.pieces[0]).address:
+            packed = bytes_at(piece.address, piece.nbytes)
+            packing.buffer[piece.first_byte : piece.first_byte + piece.nbytes] = packed
+            packer.release(packing.pieces.popleft())
+            progressed = True
+        if not packing.pieces:
+            reader.packing.popleft()
+            self._send(reader, packing.want, packing.buffer)
+        elif (error := packing.pieces[0].error) is not None:
+            logger.warning("a reader is served no more: %s", error)
+            self._refuse(reader, packing.want.transfer, TransferError(str(error)))
+            raise error
+        return progressed
+
+    def _send(self, reader: _Reader, want: Want, buffer: ByteArray) -> None:
+        buffer[-TAG_BYTES:].view("<u8")[0] = want.tag
+        reader.sending.append(reader.link.send_buffer(want.tag, buffer))
 
     def _refuse(self, reader: _Reader, transfer: int | None, error: KVFerryError) -> None:
         answer = encode(self._refusal(transfer, error))
@@ -149,6 +211,10 @@ class UcxServer(WireServer):
 
     def _forget(self, reader: _Reader) -> None:
         self._readers.remove(reader)
+        for packing in reader.packing:
+            for piece in packing.pieces:
+                assert self._regions.packer is not None  # the packer packs the pieces
+                self._regions.packer.release(piece)
         reader.link.close()
 
 

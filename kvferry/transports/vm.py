@@ -1,9 +1,9 @@
-"""The transport of one host for memory that somebody else allocated: an engine's own tensors.
+"""The transport on one host for existing memory, for example an engine's own tensors.
 
-The reader copies out of the serving process with ``process_vm_readv(2)``, on its own mover threads;
-the source takes no part in it. So a stopped source stalls nothing, and a read is one pass over the
-bytes, or two where pieces are short (:mod:`kvferry.transports.vm_kernels`). What it needs of the
-system is tried when a connection is made.
+The reader copies out of the serving process with ``process_vm_readv(2)``, on the reader's mover
+threads; the source takes no part in the copy. So a stopped source stalls nothing. A read is one
+pass over the bytes, or two passes if pieces are short (:mod:`kvferry.transports.vm_kernels`).
+Making a connection checks that the system permits such reads.
 """
 
 import threading
@@ -15,11 +15,12 @@ import numpy as np
 from kvferry.config import parse_struct
 from kvferry.decoding import decode_as
 from kvferry.errors import DecodeError, KVFerryError
+from kvferry.layouts.arrays import ByteArray
 from kvferry.layouts.chunks import CHUNK_DTYPE, PROGRESS_DTYPE, ChunkedCopy
 from kvferry.layouts.copier import Int64s, stream_bytes
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, num_bytes
-from kvferry.transports.base import ByteArray, TransportOptions
-from kvferry.transports.local import VERSION, LocalConfig, LocalPeer, LocalTransport
+from kvferry.transports.base import TransportOptions
+from kvferry.transports.local import VERSION, LocalConfig, LocalPeer, LocalTransfer, LocalTransport
 from kvferry.transports.regions import make_huge, private_memory
 from kvferry.transports.vm_bounce import Bounce, new_bounce
 from kvferry.transports.vm_kernels import read_chunks
@@ -33,7 +34,7 @@ from kvferry.transports.vm_process import (
 )
 
 MIN_CHUNK_BYTES = 256 << 10
-"""A read is not cut smaller than this to give every thread something."""
+"""Least bytes of a chunk when a read is divided among threads."""
 
 
 _ADDRESS_LIMIT = 1 << 62
@@ -41,28 +42,29 @@ _bounces = threading.local()
 
 
 class VmEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader needs to find a rank's memory."""
+    """Endpoint that leads a reader to a rank's memory."""
 
     transport: str = "vm"
     version: int = VERSION
     process: Identity
     addresses: tuple[int, ...]
-    """Of each region, in that process."""
+    """Address of each region, in the serving process."""
     nbytes: tuple[int, ...]
-    """Of each region; 0 where it is not served."""
+    """Number of bytes of each region; 0 for a region that is not served."""
 
 
 class VmExtraConfig(LocalConfig, frozen=True, kw_only=True):
     """Keys of the ``vm`` transport."""
 
     huge_pages: bool = True
-    """Whether served memory is put in huge pages where the system has them on request."""
+    """Whether served memory is put in huge pages, if the system has huge pages on request."""
     ptracer: Literal["any", "none"] = "any"
-    """Whether all processes of the user may read this one although Yama would forbid it."""
+    """Whether all processes of the user may read this process even if Yama would forbid such
+    reads."""
 
 
 class VmPeer(LocalPeer):
-    """The memory of one rank, in its process."""
+    """The memory of one rank, in the rank's process."""
 
     def __init__(self, endpoint: VmEndpoint) -> None:
         super().__init__(endpoint.nbytes)
@@ -74,12 +76,12 @@ class VmPeer(LocalPeer):
         return self.process.lost()
 
     def release(self) -> None:
-        """Lets go of the process."""
+        """Closes the handle of the process."""
         self.process.close()
 
 
 class ProcessCopy(ChunkedCopy):
-    """Copies tiles × runs from a process's regions into ours; any number of threads may step."""
+    """Copies tiles × runs from a process into local regions; several threads may step."""
 
     def __init__(
         self,
@@ -93,13 +95,13 @@ class ProcessCopy(ChunkedCopy):
         threads: int,
     ) -> None:
         """Args:
-        process: whose memory is read.
-        source_addresses: int64, address of each of its regions.
-        target_addresses: int64, address of each of ours.
+        process: process whose memory is read.
+        source_addresses: int64, address of each region of the process.
+        target_addresses: int64, address of each local region.
         tiles: a 1-d array of ``TILE_DTYPE``; bounds are checked already.
         runs: a 1-d array of ``RUN_DTYPE``.
-        chunk_bytes: bytes per chunk at most (but one run of one tile is never cut).
-        threads: among how many a short read is divided.
+        chunk_bytes: largest number of bytes per chunk (but one run of one tile is never cut).
+        threads: number of threads among which a short read is divided.
         """
         each = max(MIN_CHUNK_BYTES, -(-num_bytes(tiles, runs) // threads))
         super().__init__(tiles, runs, min(chunk_bytes, each))
@@ -112,7 +114,7 @@ class ProcessCopy(ChunkedCopy):
 
         Raises:
             PeerLostError: the process has ended, closed its transport, or may not be read.
-            TransferError: it has unmapped what it serves.
+            TransferError: the process has unmapped served memory.
         """
         source, target = self._addresses
         failed, left = read_chunks(
@@ -131,9 +133,10 @@ class ProcessCopy(ChunkedCopy):
 
 
 class VmTransport(LocalTransport[VmPeer]):
-    """Reads between the processes of one host, out of any memory of the other side."""
+    """Reads between the processes of one host, out of any memory of the remote process."""
 
     name = "vm"
+    may_sleep = True
     peer_class = VmPeer
     ExtraConfig = VmExtraConfig
 
@@ -148,7 +151,7 @@ class VmTransport(LocalTransport[VmPeer]):
 
         Raises:
             ConfigError: unknown or wrong keys in ``options.extra``.
-            HostError: the system has no such call.
+            HostError: the system has no ``process_vm_readv``.
         """
         extra = parse_struct(VmExtraConfig, options.extra, "vm")
         check_host()
@@ -156,12 +159,12 @@ class VmTransport(LocalTransport[VmPeer]):
         return cls(options, extra)
 
     def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
-        """See :meth:`Transport.allocate`: ordinary memory."""
+        """See :meth:`Transport.allocate`; allocates ordinary memory."""
         memory = private_memory(nbytes, huge_pages=self._extra.huge_pages)
         return self._add(memory, serve=True), memory
 
     def register(self, memory: ByteArray, *, serve: bool = True) -> int:
-        """See :meth:`Transport.register`; it may lie anywhere, and need not be aligned.
+        """See :meth:`Transport.register`; the memory may lie anywhere and need not be aligned.
 
         Raises:
             ValueError: not a contiguous, writable 1-d array of ``uint8``.
@@ -186,7 +189,7 @@ class VmTransport(LocalTransport[VmPeer]):
         return msgspec.msgpack.encode(endpoint)
 
     def connect(self, endpoint: bytes) -> VmPeer:
-        """Finds the process and reads its token, so that what the system forbids shows here.
+        """Finds the process and reads its token, so that missing permission shows in this call.
 
         Raises:
             DecodeError: the endpoint does not decode.
@@ -194,8 +197,8 @@ class VmTransport(LocalTransport[VmPeer]):
         """
         return self._add_peer(VmPeer(_decode(endpoint)))
 
-    def _copy(self, peer: VmPeer, tiles: Tiles, runs: Runs) -> ProcessCopy:
-        return ProcessCopy(
+    def _read(self, peer: VmPeer, tiles: Tiles, runs: Runs) -> LocalTransfer:
+        copy = ProcessCopy(
             peer.process,
             peer.addresses,
             self._regions.addresses,
@@ -204,9 +207,10 @@ class VmTransport(LocalTransport[VmPeer]):
             chunk_bytes=self._chunk_bytes,
             threads=self._movers.size,
         )
+        return LocalTransfer(copy, self._transfers, self._movers, peer)
 
     def close(self) -> None:
-        """See :meth:`Transport.close`. Peers find that nothing is served here any more."""
+        """See :meth:`Transport.close`. Peers can then see that this process serves nothing now."""
         self._token.wipe()
         super().close()
 
@@ -233,9 +237,7 @@ def _decode(endpoint: bytes) -> VmEndpoint:
 
 
 def warm() -> None:
-    """Compiles the kernels, or loads them from disk, and compares the two kinds of stores, so that
-    the first read does not wait.
-    """
+    """Compiles the kernels or loads them from disk, and measures stores; spares the first read."""
     tiles, runs = np.empty(0, dtype=TILE_DTYPE), np.empty(0, dtype=RUN_DTYPE)
     chunks, progress = np.empty(0, dtype=CHUNK_DTYPE), np.zeros(1, dtype=PROGRESS_DTYPE)
     read_chunks(0, tiles, runs, chunks, progress, _bounce(), 1, False)
@@ -243,7 +245,7 @@ def warm() -> None:
 
 
 def _bounce() -> Bounce:
-    """The calling thread's own."""
+    """The bounce buffer of the calling thread."""
     bounce = getattr(_bounces, "bounce", None)
     if bounce is None:
         bounce = _bounces.bounce = new_bounce()

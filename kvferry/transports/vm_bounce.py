@@ -1,42 +1,34 @@
 """The bounce buffer of a thread that reads out of another process, and the call that fills it.
 
-Spans are queued; :func:`call` reads what is queued with ``process_vm_readv(2)``, either into the
+Spans are queued. :func:`call` reads the queued spans with ``process_vm_readv(2)``, either into the
 bounce buffer, a small memory that stays in the second-level cache, or straight into place.
 """
-# ruff: noqa: ARG001  (Numba reads an intrinsic's signature; only the generated code has the values)
 
 import errno
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
 
 from kvferry.layouts.compiled import kernel
-from kvferry.layouts.intrinsics import intrinsic
 from kvferry.layouts.kernels import DIM_DTYPE
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles
+from kvferry.transports.iovec import INT32, INT64, IOVEC_DTYPE, MAX_ROWS, skip, system_call
 
 Int64s = npt.NDArray[np.int64]
 
-MAX_SPANS = 1024
-"""Spans of one call: the kernel's ``UIO_MAXIOV``."""
-
 SPAN_BYTES = 3072
-"""What one more span costs, as bytes that could be copied meanwhile: 0.3 µs at 10 GB/s."""
+"""Cost of a further span, as bytes that could be copied meanwhile: 0.3 µs at 10 GB/s."""
 
 PIECE_BYTES = 1536
-"""The same for one more piece of memory here that a span goes to: 0.15 µs."""
+"""Cost of a further local piece of memory for a span, in bytes: 0.15 µs at 10 GB/s."""
 
 BOUNCE_BYTES = (512 << 10) + SPAN_BYTES
-"""Bytes of a bounce buffer: some of the second-level cache of a server's core, and room for the gap
-before the last box. With half as much a read takes 2 % longer, with twice as much 2 % less."""
+"""Number of bytes of a bounce buffer: a part of the second-level cache of a server's core, and room
+for the gap before the last box. With half as many bytes a read takes 2 % longer, with twice as many
+2 % less."""
 
 MAX_SHAPES = 256
-
-IOVEC_DTYPE = np.dtype([("address", np.int64), ("nbytes", np.int64)])
-"""The kernel's ``struct iovec``: bytes side by side in one process."""
 
 SOURCE_DIM_DTYPE = np.dtype([("extent", np.int64), ("stride", np.int64), ("dim", np.int64)])
 """A dim of a box at the source: its stride in bytes, and 0 for token, 1 for head, 2 for element."""
@@ -59,33 +51,35 @@ STATE_DTYPE = np.dtype(
         ("direct", np.bool_),
     ]
 )
-"""How far a thread is: the process that it reads; spans that are queued for the next call, and the
-pieces of memory here that they go straight to; bytes of the buffer that are taken, and those of
-them that calls have filled; boxes in the buffer, and rows of ``Bounce.tiles`` in use; the number of
-the tile of the last box, and the source region of the last span; segments written so far, and bytes
-read so far, gaps included; the ``errno`` of a call that failed; whether stores from the buffer go
-around the cache; whether what is queued goes straight to its place."""
+"""How far a thread is. ``pid``: the process that is read. ``spans``, ``pieces``: spans queued for
+the next call, and local pieces for direct spans. ``used``, ``called``: bytes taken in the buffer,
+and bytes of these that calls have filled. ``boxes``, ``shapes``: boxes in the buffer, and rows of
+``Bounce.tiles`` in use. ``tile``, ``region``: number of the tile of the last box, and source region
+of the last span. ``segments``, ``bytes_read``: segments written and bytes read so far, gaps
+included. ``error``: ``errno`` of a failed call. ``stream``: whether stores from the buffer go
+around the cache. ``direct``: whether queued spans go straight into place."""
 
 
 class Bounce(NamedTuple):
-    """What one thread works with: its buffer, and its queue of spans; see :func:`new_bounce`."""
+    """Working memory of a thread: its buffer, and its queue of spans; see :func:`new_bounce`."""
 
     sources: Int64s
     """Address of each source region in the process that is read."""
     targets: Int64s
     """Address of each target region in this process."""
     remote: npt.NDArray[np.void]
-    """``[MAX_SPANS]`` of ``IOVEC_DTYPE``: what the next call reads."""
+    """``[MAX_ROWS]`` of ``IOVEC_DTYPE``: remote memory that the next call reads."""
     local: npt.NDArray[np.void]
-    """``[MAX_SPANS]`` of ``IOVEC_DTYPE``: where that goes."""
+    """``[MAX_ROWS]`` of ``IOVEC_DTYPE``: local memory that the next call writes."""
     tiles: Tiles
     """``[S]``: the boxes in the buffer as tiles whose source is the buffer; a row per shape."""
     firsts: Int64s
-    """``[S + 1]``: for each of them the first of its ``runs``, which end where the next begin."""
+    """``[S + 1]``: for each row of ``tiles``, index of its first row of ``runs``; these rows end
+    where the rows of the next tile begin."""
     runs: Runs
-    """``[MAX_SPANS]``: a row per box; its source block is its byte offset in the buffer."""
+    """``[MAX_ROWS]``: a row per box; its source block is its byte offset in the buffer."""
     part: Runs
-    """``[1]``: a run that is cut out of a longer one."""
+    """``[1]``: a run that is cut out of a longer run."""
     dims: npt.NDArray[np.void]
     """``[3]``: scratch of :func:`~kvferry.layouts.kernels.merge_dims`."""
     source_dims: npt.NDArray[np.void]
@@ -97,19 +91,19 @@ class Bounce(NamedTuple):
     zero: Int64s
     """``[1]``: 0, the base of addresses in the buffer."""
     memory: npt.NDArray[np.uint8]
-    """The buffer itself."""
+    """The buffer."""
 
 
 def new_bounce(nbytes: int = BOUNCE_BYTES) -> Bounce:
-    """For one thread. The buffer is written here, so that its pages are there."""
+    """Working memory for one thread. Writes the buffer at once, so that its pages are present."""
     return Bounce(
         sources=np.zeros(1, dtype=np.int64),
         targets=np.zeros(1, dtype=np.int64),
-        remote=np.zeros(MAX_SPANS, dtype=IOVEC_DTYPE),
-        local=np.zeros(MAX_SPANS, dtype=IOVEC_DTYPE),
+        remote=np.zeros(MAX_ROWS, dtype=IOVEC_DTYPE),
+        local=np.zeros(MAX_ROWS, dtype=IOVEC_DTYPE),
         tiles=np.zeros(MAX_SHAPES, dtype=TILE_DTYPE),
         firsts=np.zeros(MAX_SHAPES + 1, dtype=np.int64),
-        runs=np.zeros(MAX_SPANS, dtype=RUN_DTYPE),
+        runs=np.zeros(MAX_ROWS, dtype=RUN_DTYPE),
         part=np.zeros(1, dtype=RUN_DTYPE),
         dims=np.zeros(3, dtype=DIM_DTYPE),
         source_dims=np.zeros(3, dtype=SOURCE_DIM_DTYPE),
@@ -120,43 +114,12 @@ def new_bounce(nbytes: int = BOUNCE_BYTES) -> Bounce:
     )
 
 
-_INT, _INT32 = ir.IntType(64), ir.IntType(32)
-
-
-@intrinsic
-def _process_vm_readv(
-    _context: Any, pid: Any, local: Any, num_local: Any, remote: Any, num_remote: Any
-) -> Any:
-    """The C function of that name, without its flags; tables by address."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_INT, [_INT32, _INT, _INT, _INT, _INT, _INT])
-        found = builder.module.globals.get("process_vm_readv")
-        function = found or ir.Function(builder.module, kind, "process_vm_readv")
-        return builder.call(
-            function, [builder.trunc(args[0], _INT32), *args[1:], ir.Constant(_INT, 0)]
-        )
-
-    int64 = types.int64
-    return int64(int64, int64, int64, int64, int64), generate
-
-
-@intrinsic
-def _errno(_context: Any) -> Any:
-    """The C library's ``errno`` of this thread."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-        kind = ir.FunctionType(_INT32.as_pointer(), [])
-        found = builder.module.globals.get("__errno_location")
-        function = found or ir.Function(builder.module, kind, "__errno_location")
-        return builder.sext(builder.load(builder.call(function, [])), _INT)
-
-    return types.int64(), generate
+_process_vm_readv = system_call("process_vm_readv", INT64, INT32, INT64, INT64, INT64, INT64, INT64)
 
 
 @kernel
 def call(bounce: Any) -> None:
-    """Reads the queued spans, with as many calls as the kernel needs for them."""
+    """Reads the queued spans, with as many calls as the kernel needs."""
     state, remote, local = bounce.state[0], bounce.remote, bounce.local
     spans, num_local = state.spans, state.pieces
     if not state.direct:
@@ -175,26 +138,14 @@ def call(bounce: Any) -> None:
             num_local - first_local,
             remote.ctypes.data + 16 * first_remote,
             spans - first_remote,
+            0,
         )
         if done <= 0:
-            state.error = _errno() if done < 0 else errno.EIO
+            state.error = -done if done < 0 else errno.EIO
             break
         wanted -= done
         state.bytes_read += done
-        if wanted > 0:  # it stopped early, before a page that is not there, perhaps
-            first_local = _skip(local, first_local, done)
-            first_remote = _skip(remote, first_remote, done)
+        if wanted > 0:  # stopped early, perhaps before a page that is not there
+            first_local = skip(local, first_local, done)
+            first_remote = skip(remote, first_remote, done)
     state.spans = state.pieces = 0
-
-
-@kernel
-def _skip(spans: Any, first: int, nbytes: int) -> int:
-    """Takes ``nbytes`` off the spans from ``first`` on; returns the first that is left."""
-    while nbytes > 0:
-        if nbytes < spans[first].nbytes:
-            spans[first].address += nbytes
-            spans[first].nbytes -= nbytes
-            return first
-        nbytes -= spans[first].nbytes
-        first += 1
-    return first

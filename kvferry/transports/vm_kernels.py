@@ -1,17 +1,17 @@
 """Reads tiles × runs out of another process: Numba kernels around ``process_vm_readv(2)``.
 
-The call costs by the span: one more contiguous segment of the source takes about as long as
-``SPAN_BYTES`` more bytes (the kernel looks up and pins the pages of each by itself). So a tile is
-read in one of two ways, whichever costs less:
+The cost of the call depends on the number of spans. A further contiguous segment of the source
+takes about as long as ``SPAN_BYTES`` further bytes, because the kernel looks up and pins the pages
+of each segment separately. So a tile is read in the cheaper of two ways:
 
-* **direct**, straight into its final place: one span for what is contiguous at the source, however
-  many pieces of the target it goes to (a piece costs about half as much, ``PIECE_BYTES``);
-* **by the bounce buffer**: long source spans, small gaps between them included, into a small memory
-  that stays in the second-level cache, from which the strided copier
-  (:func:`kvferry.layouts.kernels.copy_table`) puts them in place.
+* **direct**, straight into its final place: one span per contiguous segment of the source, however
+  many pieces of the target the span goes to (a piece costs about half as much, ``PIECE_BYTES``);
+* **by the bounce buffer**: long source spans, including small gaps, go into a small memory that
+  stays in the second-level cache; the strided copier (:func:`kvferry.layouts.kernels.copy_table`)
+  then puts the boxes in place.
 
-Nothing here checks bounds; see :mod:`kvferry.layouts.bounds`. A span with its gaps stays between
-two bytes of one region that the read asks for.
+The kernels check no bounds; see :mod:`kvferry.layouts.bounds`. A span with its gaps stays between
+two requested bytes of the same region.
 """
 
 from typing import Any
@@ -19,7 +19,8 @@ from typing import Any
 from kvferry.layouts.chunks import end, enter, leave, take
 from kvferry.layouts.compiled import kernel
 from kvferry.layouts.kernels import copy_table, merge_dims, same_shape, source_at, target_at
-from kvferry.transports.vm_bounce import MAX_SHAPES, MAX_SPANS, PIECE_BYTES, SPAN_BYTES, call
+from kvferry.transports.iovec import MAX_ROWS, end_of
+from kvferry.transports.vm_bounce import MAX_SHAPES, PIECE_BYTES, SPAN_BYTES, call
 
 
 @kernel
@@ -33,20 +34,20 @@ def read_chunks(
     nbytes: int,
     stream: bool,
 ) -> tuple[int, bool]:
-    """Reads chunks until about ``nbytes`` bytes are there, as ``layouts.chunks.copy_chunks``.
+    """Reads chunks until about ``nbytes`` bytes are in place, as ``layouts.chunks.copy_chunks``.
 
     Args:
-        pid: the process.
+        pid: id of the process.
         tiles: rows of ``TILE_DTYPE``.
         runs: rows of ``RUN_DTYPE``.
         chunks: rows of ``CHUNK_DTYPE``.
-        progress: the one row of ``PROGRESS_DTYPE`` of this read.
-        bounce: of the calling thread alone, with the addresses of both sides' regions.
-        nbytes: no chunk is begun once so many are there.
+        progress: the single row of ``PROGRESS_DTYPE`` of this read.
+        bounce: working memory of the calling thread, with the addresses of both sides' regions.
+        nbytes: number of bytes after which no new chunk begins.
         stream: whether stores from the buffer go around the cache.
 
     Returns:
-        The ``errno`` of the call that failed, or 0; whether chunks are left to take.
+        The ``errno`` of the failed call, or 0; whether chunks are left to take.
     """
     failed, copied = 0, 0
     enter(progress)
@@ -73,15 +74,15 @@ def read_table(pid: int, tiles: Any, runs: Any, bounce: Any, stream: bool) -> tu
     """Reads every tile of every run out of a process.
 
     Args:
-        pid: the process.
+        pid: id of the process.
         tiles: rows of ``TILE_DTYPE``.
         runs: rows of ``RUN_DTYPE``.
-        bounce: of the calling thread alone, with the addresses of both sides' regions.
+        bounce: working memory of the calling thread, with the addresses of both sides' regions.
         stream: whether stores from the buffer go around the cache.
 
     Returns:
-        The ``errno`` of the call that failed, or 0; the segments that were written; the bytes that
-        the calls have read, gaps included.
+        The ``errno`` of the failed call, or 0; number of written segments; number of bytes read by
+            the calls, gaps included.
     """
     state = bounce.state[0]
     state.pid, state.stream, state.direct, state.region = pid, stream, False, -1
@@ -101,7 +102,7 @@ def read_table(pid: int, tiles: Any, runs: Any, bounce: Any, stream: bool) -> tu
 
 @kernel
 def _is_direct(tile: Any, runs: Any, bounce: Any) -> bool:
-    """Whether single segments into their places cost less than long spans by the bounce."""
+    """Whether single segments into place cost less than long spans through the buffer."""
     direct_spans, pieces, spans, nbytes, read = 0, 0, 0, 0, 0
     box, from_, to, span, low, each_read = 0, 1, 1, 1, 0, 0
     end_source, end_target, end_span = 0, 0, 0
@@ -125,14 +126,15 @@ def _is_direct(tile: Any, runs: Any, bounce: Any) -> bool:
         read += each_read
         nbytes += box
     direct = direct_spans * SPAN_BYTES + pieces * PIECE_BYTES + nbytes
-    # Into the buffer and out of it is a third slower than straight to where the bytes belong.
+    # The way through the buffer is a third slower than straight into place.
     return direct <= spans * SPAN_BYTES + read + nbytes // 3
 
 
 @kernel
 def _adjacent(tile: Any, run: Any, dims: Any) -> tuple[int, int, int]:
-    """Bytes of a box, and how many of them lie side by side at the source and at the target when
-    its segments are taken in the target's order.
+    """Bytes of a box, and its contiguous bytes at the source and at the target.
+
+    The segments of the box are taken in the target's order.
     """
     from_, left = merge_dims(tile, run, dims)
     box, to, at_source, at_target = from_, from_, True, True
@@ -149,15 +151,18 @@ def _adjacent(tile: Any, run: Any, dims: Any) -> tuple[int, int, int]:
 
 @kernel
 def _lay_out(tile: Any, run: Any, dims: Any) -> tuple[int, int, int, int]:
-    """The source spans of a box: bytes of each, how far below the first element the first begins
-    (0 or negative), the number of dims around a span, and the bytes of all of them.
+    """The source spans of a box, with small gaps merged.
 
-    Dims merge into the span from the innermost on, gaps included that cost less than a span.
+    Dims merge into the span from the innermost outwards, including gaps that cost less than a span.
 
     Args:
         tile: a row of ``TILE_DTYPE``.
         run: a row of ``RUN_DTYPE``.
-        dims: rows of ``SOURCE_DIM_DTYPE``, filled with those that are left, innermost first.
+        dims: rows of ``SOURCE_DIM_DTYPE``; filled with the dims around a span, innermost first.
+
+    Returns:
+        Bytes of each span; bytes from the first element to the start of the first span (0 or
+            negative); number of dims around a span; bytes of all spans.
     """
     count = 0
     for dim in range(3):
@@ -190,8 +195,10 @@ def _lay_out(tile: Any, run: Any, dims: Any) -> tuple[int, int, int, int]:
 
 @kernel
 def _add_direct(tile: Any, runs: Any, bounce: Any) -> None:
-    """Queues every run of a tile for its final place. What is adjacent at the source becomes one
-    span, and what is adjacent at the target one piece, each by itself.
+    """Queues every run of a tile for its final place.
+
+    Adjacent bytes at the source become one span, and adjacent bytes at the target become one piece,
+    independently.
     """
     state, dims = bounce.state[0], bounce.dims
     if not state.direct:
@@ -220,12 +227,12 @@ def _add_direct(tile: Any, runs: Any, bounce: Any) -> None:
 
 @kernel
 def _add_segments(source: int, target: int, nbytes: int, bounce: Any) -> None:
-    """Queues segments of ``nbytes`` along the first of the dims, without a call for each."""
+    """Queues segments of ``nbytes`` along the first dim, without a call for each segment."""
     state, dims, remote, local = bounce.state[0], bounce.dims, bounce.remote, bounce.local
     for _ in range(dims[0].extent):
-        new_span = not state.spans or source != _end(remote[state.spans - 1])
-        new_piece = not state.pieces or target != _end(local[state.pieces - 1])
-        if (new_span and state.spans == MAX_SPANS) or (new_piece and state.pieces == MAX_SPANS):
+        new_span = source != end_of(remote, state.spans)
+        new_piece = target != end_of(local, state.pieces)
+        if (new_span and state.spans == MAX_ROWS) or (new_piece and state.pieces == MAX_ROWS):
             call(bounce)
             if state.error:
                 return
@@ -244,15 +251,8 @@ def _add_segments(source: int, target: int, nbytes: int, bounce: Any) -> None:
 
 
 @kernel
-def _end(span: Any) -> int:
-    """Address behind the last byte."""
-    end: int = span.address + span.nbytes
-    return end
-
-
-@kernel
 def _add_bounced(tile: Any, number: int, runs: Any, bounce: Any) -> None:
-    """Puts every run of a tile on the bounce, in parts those that are too large for it."""
+    """Queues every run of a tile for the buffer; a run that is too large is cut into parts."""
     part = bounce.part[0]
     first, fits = 0, False
     for r in range(len(runs)):
@@ -273,7 +273,7 @@ def _add_bounced(tile: Any, number: int, runs: Any, bounce: Any) -> None:
             part.target_token = run.target_token + token * run.target_step
             if _fits(tile, part, bounce):
                 _add_boxes(tile, number, bounce.part, bounce)
-            else:  # one token that is larger than the buffer
+            else:  # a single token that is larger than the buffer
                 _add_direct(tile, bounce.part, bounce)
     _add_boxes(tile, number, runs[first:], bounce)
 
@@ -288,8 +288,10 @@ def _fits(tile: Any, run: Any, bounce: Any) -> bool:
 
 @kernel
 def _add_boxes(tile: Any, number: int, runs: Any, bounce: Any) -> None:
-    """Queues every run of a tile for the buffer. In a span a box lies as at the source; its spans
-    lie side by side, and a short gap between two boxes is read along.
+    """Queues every run of a tile for the buffer.
+
+    Inside a span, a box lies as at the source. The spans of a box are adjacent in the buffer, and a
+    short gap between two boxes is read as well.
     """
     state, dims, boxes = bounce.state[0], bounce.source_dims, bounce.runs
     region, source_base = tile.source_region, bounce.sources[tile.source_region]
@@ -301,7 +303,7 @@ def _add_boxes(tile: Any, number: int, runs: Any, bounce: Any) -> None:
             _note_strides(tile, run, span, left, bounce)
             new_shape = True
         full = state.used + SPAN_BYTES + nbytes > len(bounce.memory)
-        if full or state.direct or state.boxes == MAX_SPANS or state.shapes == MAX_SHAPES:
+        if full or state.direct or state.boxes == MAX_ROWS or state.shapes == MAX_SHAPES:
             _flush(bounce)
             if state.error:
                 return
@@ -325,17 +327,19 @@ def _add_boxes(tile: Any, number: int, runs: Any, bounce: Any) -> None:
 
 @kernel
 def _add_spans(source: int, nbytes: int, region: int, first: bool, bounce: Any) -> int:
-    """Queues spans of ``nbytes`` along the first of the dims, without a call for each; returns the
-    place of the first one in the buffer. Before the ``first`` of a box a gap may be read along.
+    """Queues spans of ``nbytes`` along the first dim; returns the place of the first span.
+
+    The kernel makes no call per span. A gap may be read before the ``first`` span of a box. The
+    place is an offset in the buffer.
     """
     state, dims, remote = bounce.state[0], bounce.source_dims, bounce.remote
     at = -1
     for _ in range(dims[0].extent):
         last, gap = state.spans - 1, -1
         if last >= 0 and state.region == region:  # never over the end of a region
-            gap = source - _end(remote[last])
+            gap = source - end_of(remote, state.spans)
         if gap != 0 and not (first and 0 < gap <= SPAN_BYTES):
-            if state.spans == MAX_SPANS:
+            if state.spans == MAX_ROWS:
                 call(bounce)
             remote[state.spans].address, remote[state.spans].nbytes = source, 0
             state.region, last, gap = region, state.spans, 0
@@ -350,7 +354,7 @@ def _add_spans(source: int, nbytes: int, region: int, first: bool, bounce: Any) 
 
 @kernel
 def _note_strides(tile: Any, run: Any, span: int, left: int, bounce: Any) -> None:
-    """Strides of a box in the buffer, and extents of 1 for dims that its spans contain."""
+    """Sets the strides of a box in the buffer, and extents of 1 for dims inside a span."""
     dims, strides = bounce.source_dims, bounce.strides
     strides[0] = tile.source_token_stride * run.source_step
     strides[1], strides[2] = tile.source_head_stride, tile.source_element_stride
@@ -364,7 +368,7 @@ def _note_strides(tile: Any, run: Any, span: int, left: int, bounce: Any) -> Non
 
 @kernel
 def _note_shape(tile: Any, number: int, bounce: Any) -> None:
-    """Notes how the boxes that follow lie in the buffer, unless those before lie alike."""
+    """Notes how the next boxes lie in the buffer, unless the previous boxes lie alike."""
     state, strides = bounce.state[0], bounce.strides
     row = state.shapes
     if row and state.tile == number:
@@ -388,7 +392,7 @@ def _note_shape(tile: Any, number: int, bounce: Any) -> None:
 
 @kernel
 def _flush(bounce: Any) -> None:
-    """Reads what is queued, then puts what lies in the buffer in its place."""
+    """Reads the queued spans, then copies the boxes in the buffer into place."""
     state = bounce.state[0]
     call(bounce)
     bounce.firsts[state.shapes] = state.boxes

@@ -1,12 +1,12 @@
-"""A process of this host whose memory is read, recognised beyond its number.
+"""A process of this host whose memory is read, identified by more than its process id.
 
-**Who it is.** A process id is used again, and means nothing in another PID namespace. So the
-serving side names its host, its namespace and when it started, and where in its memory a token of
-16 random bytes lies. The reader holds a pidfd, which stands for that one process however its number
-is used later: as long as the pidfd says alive, the number is still its own.
+**Identity.** A process id is used again, and means nothing in another PID namespace. So the serving
+side names its host, its namespace, its start time, and the address of a token of 16 random bytes in
+its memory. The reader holds a pidfd, which stands for the same process however its id is used
+later: as long as the pidfd says alive, the id still belongs to the process.
 
-**Whether it still serves.** The token is wiped when the serving transport is closed; a process that
-has called ``execve`` has other bytes there, or none.
+**Service.** The token is wiped when the serving transport is closed. A process that has called
+``execve`` has other bytes at the address, or none.
 """
 
 import ctypes
@@ -30,21 +30,21 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that serves memory, as peers see it."""
+    """A process that serves memory, as peers see the process."""
 
     host: str
-    """Boot id."""
+    """Boot id of the host."""
     namespace: str
     """PID namespace in which ``pid`` counts."""
     pid: int
     started: int
-    """Clock ticks from the start of the host to that of the process."""
+    """Clock ticks from the start of the host to the start of the process."""
     token: bytes
     token_address: int
 
 
 class Token:
-    """The bytes that say that the memory of a transport is still served."""
+    """Bytes which prove that a transport's memory is still served."""
 
     def __init__(self) -> None:
         self._bytes = np.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=np.uint8)
@@ -57,10 +57,10 @@ class Token:
             token=self._bytes.tobytes(),
             token_address=self._bytes.ctypes.data,
         )
-        """This process."""
+        """Identity of this process."""
 
     def wipe(self) -> None:
-        """Readers find from now on that nothing is served here."""
+        """Wipes the bytes: from now on readers see that the memory is not served any more."""
         self._bytes[:] = 0
 
 
@@ -71,8 +71,8 @@ class RemoteProcess:
         """Finds the process, and tries to read its token.
 
         Raises:
-            PeerLostError: it is on another host or in another PID namespace, has ended, has closed
-                its transport, or the system does not let us read it; the message says which.
+            PeerLostError: the process is on another host or in another PID namespace, has ended,
+                has closed its transport, or may not be read; the message gives the reason.
         """
         self.pid = identity.pid
         self._identity = identity
@@ -92,8 +92,8 @@ class RemoteProcess:
             raise lost
 
     def lost(self) -> PeerLostError | None:
-        """Why it cannot be read any more, or ``None``; a few microseconds."""
-        ended = select.poll()  # one of the call's own: they cannot be shared between threads
+        """Error that prevents reads from the process, or ``None``; takes a few microseconds."""
+        ended = select.poll()  # a new poller: threads cannot share a poller
         ended.register(self._pidfd, select.POLLIN)
         if ended.poll(0):
             return PeerLostError(f"process {self.pid}, which owns the memory, has ended")
@@ -106,7 +106,7 @@ class RemoteProcess:
         return None
 
     def error(self, number: int) -> PeerLostError:
-        """What the ``errno`` of a call that concerned the process means."""
+        """The error for the ``errno`` of a call that concerned the process."""
         if number == errno.ESRCH:
             return PeerLostError(f"process {self.pid}, which owns the memory, has ended")
         reason = os.strerror(number)
@@ -119,7 +119,7 @@ class RemoteProcess:
         return PeerLostError(f"process {self.pid}: its memory cannot be read: {reason}")
 
     def reading_error(self, number: int) -> TransferError:
-        """The same for a call that read regions: memory that is gone is no lost process."""
+        """The error for a failed read: unmapped memory is a TransferError, not a lost process."""
         lost = self.lost()
         if lost is not None:
             return lost
@@ -131,23 +131,23 @@ class RemoteProcess:
         return self.error(number)
 
     def close(self) -> None:
-        """Lets go of the pidfd. Idempotent."""
+        """Closes the pidfd. Idempotent."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
 
 
 def let_anybody_trace() -> None:
-    """Has Yama treat this process as if it were not there: all of this user may read it.
+    """Permits all processes of this user to read this process, even under Yama.
 
-    With ``kernel.yama.ptrace_scope`` 1, which several distributions set, a process may otherwise
-    be read by its ancestors alone. Without Yama the call fails, and is not needed.
+    With ``kernel.yama.ptrace_scope`` 1, which several distributions set, only ancestors may
+    otherwise read a process. Without Yama the call fails, and is not needed.
     """
     _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 def check_host() -> None:
-    """Raises ``HostError`` where there is no such call."""
+    """Raises ``HostError`` if the system has no ``process_vm_readv``."""
     if not sys.platform.startswith("linux") or not hasattr(_libc(), "process_vm_readv"):
         raise HostError("vm: needs Linux and process_vm_readv; use another transport")
 
@@ -163,22 +163,22 @@ def _check_reach(identity: Identity) -> None:
 
 
 def _pid_namespace() -> str:
-    """The PID namespace of this process: process ids mean nothing in another."""
+    """The PID namespace of this process: process ids mean nothing in another namespace."""
     return str(Path("/proc/self/ns/pid").readlink())
 
 
 def _started(pid: int) -> int:
-    """When a process started, in clock ticks since the host did; -1 if there is none."""
+    """Start time of a process, in clock ticks since the host's start; -1 without a process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return -1
-    # The name, in brackets, may hold anything; field 22 of proc(5) is the 20th behind it.
+    # The name, in brackets, may hold anything; field 22 of proc(5) is the 20th field after it.
     return int(status.rpartition(")")[2].split()[19])
 
 
 def _read(pid: int, target: "ctypes.Array[ctypes.c_char]", address: int) -> int:
-    """Fills ``target`` from ``address`` of a process; the ``errno``, or 0."""
+    """Fills ``target`` from ``address`` of a process; returns the ``errno``, or 0."""
     local = (ctypes.c_size_t * 2)(ctypes.addressof(target), len(target))
     remote = (ctypes.c_size_t * 2)(address, len(target))
     done = _libc().process_vm_readv(

@@ -1,12 +1,13 @@
-"""How cells come to a target, by one rule in one function.
+"""The way in which cells reach a target, decided by one rule in one function.
 
-*Placed*: the transport writes the cells where they belong, in one pass of its movers, or with one
-wire segment per contiguous copy. *Staged*: it brings dense chunks into bounded staging memory, from
-which they are unpacked, or converted, into place (:mod:`kvferry.transports.staged`).
+*Placed*: the transport writes cells directly to their final place, in one pass of its movers, or
+with one wire segment per contiguous copy. *Staged*: the transport brings dense chunks into bounded
+staging memory; then a copy unpacks or converts the chunks into place
+(:mod:`kvferry.transports.staged`).
 
-A transport that cannot prove that a read has ended must not write memory that somebody else will
-own; nor can any transport convert elements. Beyond that only the length of segments decides: a wire
-pays for each of them, and dense chunks come in longer ones where the source's layout is another.
+A transport that cannot prove the end of a read must not write memory that another request will own;
+and no transport can convert elements. Otherwise only the length of segments decides. A wire has a
+cost per segment, and dense chunks come in longer segments if the source has a different layout.
 """
 
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ class Way:
     """The way of the cells of one pair of KV cache groups."""
 
     placed: bool
-    """Whether the transport writes them where they belong; staged otherwise."""
+    """Whether the transport writes the cells directly into place; otherwise the cells are
+    staged."""
     reason: str
-    """Why, in a few words."""
+    """Reason for the choice, in a few words."""
 
     def __str__(self) -> str:
         return "placed" if self.placed else "staged"
@@ -36,15 +38,16 @@ def choose_way(
     segment_bytes: float,
     source_bytes: float,
 ) -> Way:
-    """The way by which a transport brings cells to a target.
+    """The way in which a transport brings cells to a target.
 
     Args:
-        transport: what moves them.
-        device: of the target's memory: ``cpu``, or for example ``cuda:0``.
-        conversion: dtype of the source and of the target where they differ.
-        segment_bytes: mean bytes of a contiguous copy, for example of a typical request.
-        source_bytes: the same of what is contiguous at the source, which is what a wire of segments
-            moves at once into staging; where that is no longer, staging saves nothing.
+        transport: the transport that moves the cells.
+        device: device of the target memory: ``cpu``, or for example ``cuda:0``.
+        conversion: dtypes of source and target if they differ.
+        segment_bytes: mean bytes of a contiguous copy, for example in a typical request.
+        source_bytes: mean bytes of a contiguous piece at the source. A transport with ``SEGMENTS``
+            moves such a piece at once into staging memory; if these pieces are no longer than
+            ``segment_bytes``, staging saves nothing.
     """
     kind = transport if isinstance(transport, type) else type(transport)
     name, least = transport.name, transport.least_segment_bytes

@@ -1,4 +1,4 @@
-"""What the transports tcp and ucx share: served memory, who may read it, and why not."""
+"""The common part of the tcp and ucx transports: served memory, access checks and refusals."""
 
 import hmac
 import logging
@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvferry.errors import ConfigError, KVFerryError, ProtocolError, TransferError
+from kvferry.layouts.arrays import ByteArray, MemorySpan
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.base import (
     Addressing,
-    ByteArray,
     Peer,
     Transfer,
     Transfers,
-    Transport,
     Waitable,
 )
+from kvferry.transports.packing import Packer, PackingTransport
 from kvferry.transports.regions import Regions, private_memory
 from kvferry.transports.wire_chunks import ChunkPlan, check_chunks
 from kvferry.transports.wire_messages import (
@@ -44,14 +44,15 @@ logger = logging.getLogger(__name__)
 
 
 class WireConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys that the transports of wires share."""
+    """Configuration keys that the wire transports share."""
 
     port: int = 0
-    """Port of the data endpoint of rank 0, and so on by rank; 0 takes a free one."""
+    """Port of the data endpoint of rank 0; rank ``n`` uses the port plus ``n``. 0 takes a free
+    port."""
     chunk_bytes: int = 4 << 20
-    """Bytes per chunk of a read."""
+    """Number of bytes per chunk of a read."""
     max_readers: int = 512
-    """Connections that are served; beyond them the one silent longest is dropped."""
+    """Largest number of served connections; above it, the connection silent longest is dropped."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -63,7 +64,7 @@ class WireConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def port_of(port: int, rank: int) -> int:
-    """The port of a rank, where ``port`` is that of rank 0 or 0.
+    """The port of a rank, given the port of rank 0; 0 stays 0.
 
     Raises:
         ConfigError: there is no such port.
@@ -74,10 +75,10 @@ def port_of(port: int, rank: int) -> int:
 
 
 def check_host(host: str) -> None:
-    """Checks that peers can be told a host.
+    """Checks that peers can use a host.
 
     Raises:
-        ConfigError: it stands for every address of this machine.
+        ConfigError: the host stands for every address of this machine.
     """
     if is_everywhere(host):
         raise ConfigError(
@@ -86,17 +87,19 @@ def check_host(host: str) -> None:
         )
 
 
-class WireTransport(Transport):
+class WireTransport(PackingTransport):
     """A transport whose source packs chunks that the reader unpacks."""
 
     addressing = Addressing.PACKED
     fences = True
+    may_sleep = True
 
     _port: int
-    """Of the data endpoint."""
+    """Port of the data endpoint."""
     _certificate = b""
-    """Of this rank, where it encrypts."""
-    _reader: WireReader[Any]
+    """Certificate of this rank if the rank encrypts; else empty."""
+    reader: WireReader[Any]
+    """The side that reads what peers serve."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -116,6 +119,11 @@ class WireTransport(Transport):
         """See :meth:`Transport.register`."""
         return self._regions.add(memory, serve=serve)
 
+    def register_packed(self, memory: MemorySpan, packer: Packer) -> int:
+        """See :meth:`PackingTransport.register_packed`."""
+        self._regions.packer = packer
+        return self._regions.add_device(memory, serve=True)
+
     def endpoint(self) -> bytes:
         """See :meth:`Transport.endpoint`."""
         return encode(
@@ -130,34 +138,34 @@ class WireTransport(Transport):
         )
 
     def connect(self, endpoint: bytes) -> WirePeer:
-        """Begins a connection and returns at once; where nobody is, reads fail.
+        """Begins a connection and returns at once; if no rank serves there, the reads fail.
 
         Raises:
             DecodeError: the endpoint does not decode.
         """
-        peer: WirePeer = self._reader.connect(decode_endpoint(endpoint, self.name))
+        peer: WirePeer = self.reader.connect(decode_endpoint(endpoint, self.name))
         return peer
 
     def read(
         self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
     ) -> Transfer:
         """See :meth:`Transport.read`."""
-        return self._reader.read(peer, tiles, runs, after)
+        return self.reader.read(peer, tiles, runs, after)
 
     def poll(self) -> list[Transfer]:
         """See :meth:`Transport.poll`."""
         return self._transfers.poll()
 
     def cancel(self, transfer: Transfer) -> None:
-        """See :meth:`Transport.cancel`; terminal once no thread writes for it."""
+        """See :meth:`Transport.cancel`; terminal once no thread writes for the transfer."""
         self._transfers.cancel(transfer)
 
 
 MAX_TABLE_BYTES = 64 << 20
-"""Bytes of tables that the reads of one reader take; one read alone may take more."""
+"""Largest number of bytes in the tables of one reader's reads; a single read may have more."""
 MAX_TABLE_BYTES_IN_ALL = 512 << 20
-"""Bytes of tables that the reads of all readers take, up to eight threads; beyond them each thread
-keeps room for the reads of one reader."""
+"""Largest number of bytes in the tables of all readers' reads, for up to eight threads. With more
+threads, each thread still has room for the reads of one reader."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -165,13 +173,14 @@ class ServedReader:
     """One connection of a reader."""
 
     reads: dict[int, ChunkPlan] = field(default_factory=dict)
-    """Reads under way, by the number that the reader gave them."""
+    """Reads in progress, by the number that the reader gave to each read."""
     heard: float = field(default_factory=time.monotonic)
-    """``time.monotonic()`` of its last message, or of the last byte that it took."""
+    """``time.monotonic()`` of the reader's last message, or of the last byte that the reader
+    took."""
 
     @property
     def table_bytes(self) -> int:
-        """What the tables of its reads take."""
+        """Number of bytes in the tables of the reader's reads."""
         return sum(plan.table_bytes for plan in self.reads.values())
 
 
@@ -179,19 +188,19 @@ ReaderT = TypeVar("ReaderT", bound=ServedReader)
 
 
 class WireServer:
-    """Serves regions to some of the readers. All of it belongs to one thread."""
+    """Serves regions to some of the readers. One thread owns the whole object."""
 
     def __init__(self, regions: Regions, token: bytes, max_readers: int, threads: int = 1) -> None:
-        """It is one of so many ``threads``, which serve ``max_readers`` together."""
+        """Makes one of ``threads`` servers that serve ``max_readers`` together."""
         self.refused = 0
-        """Messages that were refused."""
+        """Number of refused messages."""
         self._regions = regions
         self._token = token
         self._max_readers = -(-max_readers // threads)
         self._max_table_bytes = max(MAX_TABLE_BYTES, MAX_TABLE_BYTES_IN_ALL // threads)
 
     def _check_hello(self, hello: Hello) -> None:
-        """Raises ProtocolError: it knows another start of this rank, or speaks other versions."""
+        """Raises ProtocolError for the token of another rank or start, or an unknown version."""
         if not hmac.compare_digest(hello.token, self._token):
             raise ProtocolError(
                 "the endpoint is of another rank, or of an earlier start of this one"
@@ -205,10 +214,10 @@ class WireServer:
     def _plan(
         self, reader: ServedReader, readers: Iterable[ServedReader], message: Read
     ) -> ChunkPlan:
-        """What a reader asks for, checked, while all ``readers`` have asked for what they have.
+        """The checked plan of a requested read; ``readers`` are all readers of this thread.
 
         Raises:
-            ProtocolError, TransferError: it may not be served.
+            ProtocolError, TransferError: the read may not be served.
         """
         if not 0 <= message.transfer <= MAX_TRANSFER:
             raise ProtocolError(
@@ -219,12 +228,14 @@ class WireServer:
         if len(reader.reads) >= MAX_READS:
             raise TransferError(f"{MAX_READS} reads of this reader are under way already")
         plan = check_chunks(*decode_read(message), self._regions.served_nbytes)
+        if self._regions.packer is not None:
+            self._regions.packer.check(plan.tiles, plan.runs)
         if reader.reads and reader.table_bytes + plan.table_bytes > MAX_TABLE_BYTES:
             raise TransferError(
                 f"the tables of this reader's reads take {reader.table_bytes} bytes, those of this "
                 f"read {plan.table_bytes} more, allowed are {MAX_TABLE_BYTES}; read less at a time"
             )
-        if plan.table_bytes > MAX_TABLE_BYTES // MAX_READS:  # what is small need not be added up
+        if plan.table_bytes > MAX_TABLE_BYTES // MAX_READS:  # small tables need not be added up
             held = sum(other.table_bytes for other in readers)
             if held + plan.table_bytes > self._max_table_bytes:
                 raise TransferError(
@@ -234,11 +245,11 @@ class WireServer:
         return plan
 
     def _silent_longest(self, readers: Iterable[ReaderT]) -> ReaderT:
-        """Who goes when another one comes: whoever reads nothing, and was heard of last."""
+        """Reader to drop for a new reader: without reads if possible, then the longest silent."""
         return min(readers, key=lambda known: (bool(known.reads), known.heard))
 
     def _refusal(self, transfer: int | None, error: KVFerryError) -> Refused:
-        """Counts a refusal; returns the message that says so."""
+        """Counts a refusal; returns the message for the reader."""
         self.refused += 1
         if self.refused & (self.refused - 1) == 0:  # the 1st, 2nd, 4th …: no flood of log lines
             logger.warning("refused message number %d: %s", self.refused, error)

@@ -1,6 +1,5 @@
-"""How a read is cut into messages; the two sides of the wire agree on it by sending the cuts."""
+"""How a read is cut into chunks; the reader sends the cuts, so both sides agree."""
 
-import sys
 import threading
 from collections import OrderedDict
 
@@ -10,92 +9,87 @@ import numpy.typing as npt
 from kvferry.errors import BoundsError
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.chunks import chunk_slices, cut_chunks
-from kvferry.layouts.staging import StagedChunk, stage
-from kvferry.layouts.tiles import ADDRESS_LIMIT, Runs, Tiles
+from kvferry.layouts.staging import dense_runs, dense_tiles
+from kvferry.layouts.tiles import ADDRESS_LIMIT, Runs, Tiles, copy_rows
 from kvferry.transports.wire_messages import CHUNK_DTYPE, MAX_CHUNK_BYTES, Table
 
 Int64s = npt.NDArray[np.int64]
 
 KEPT_LENGTHS = 4
-"""Lengths of runs for which a read keeps its tables; a reader chooses how many lengths it has."""
+"""Number of run lengths for which a read keeps tables; bounded, because a remote reader chooses the
+lengths."""
 
 
 class ChunkPlan:
-    """Tiles × runs and their chunks, checked. Gives each chunk's half of the staging.
+    """Tiles × runs and their chunks, checked. Gives each side the tables of each chunk.
 
-    :func:`~kvferry.layouts.staging.stage` says where the bytes of a chunk lie; it is asked once
-    per length of runs, and only offsets are left to be worked out per chunk: it would take a tenth
-    of the time of a transfer otherwise.
+    :func:`~kvferry.layouts.staging.stage` says where the bytes of a chunk lie. The plan computes
+    the strides of all tiles once per length of runs, and then only offsets per chunk.
     """
 
     def __init__(self, tiles: Tiles, runs: Runs, chunks: Table, nbytes: Int64s) -> None:
         self.tiles = tiles
         self.runs = runs
-        """Runs of one length lie together."""
+        """Runs of the read; runs of equal length are adjacent."""
         self.chunks = chunks
         """Rows of ``CHUNK_DTYPE``."""
         self.nbytes = nbytes
-        """Bytes of each chunk."""
-        self._dense: OrderedDict[int, StagedChunk] = OrderedDict()
+        """Number of bytes of each chunk."""
+        self._dense: OrderedDict[tuple[str, int], Tiles] = OrderedDict()
+        """Side of the buffer and length of the runs → all tiles with a buffer of one run."""
         self._lock = threading.Lock()
         self._dense_runs: dict[str, Runs] = {}
 
     @property
     def table_bytes(self) -> int:
-        """Bytes that its tables take, at most."""
+        """Largest number of bytes that the plan's tables take."""
         tiles = self.tiles.nbytes * (1 + 2 * min(KEPT_LENGTHS, len(self.runs)))
         return tiles + 2 * self.runs.nbytes + self.chunks.nbytes + self.nbytes.nbytes
 
     def pack(self, index: int) -> tuple[Tiles, Runs]:
-        """What copies a chunk from the source's regions into a dense buffer, target region 0."""
+        """Tables to copy a chunk from the source's regions to a dense buffer, target region 0."""
         return self._half(index, "target")
 
     def unpack(self, index: int) -> tuple[Tiles, Runs]:
-        """What copies a chunk from a dense buffer, source region 0, into the reader's regions."""
+        """Tables to copy a chunk from a dense buffer, source region 0, to the reader's regions."""
         return self._half(index, "source")
 
     def _half(self, index: int, side: str) -> tuple[Tiles, Runs]:
         first_tile, tiles, first_run, count = self.chunks[index].tolist()
         with self._lock:
-            dense, runs = self._dense_of(first_run), self._runs_of(side)
-        whole = dense.pack_tiles if side == "target" else dense.unpack_tiles
-        part = whole[first_tile : first_tile + tiles].copy()
-        box_bytes = part[f"{side}_block_stride"]
-        section = box_bytes * count
-        # Blocks of the buffer are numbered by rows of the whole table, so the first is not 0.
-        part[f"{side}_offset"] = np.cumsum(section) - section - first_run * box_bytes
+            whole, runs = self._dense_of(first_run, side), self._runs_of(side)
+        part = copy_rows(whole[first_tile : first_tile + tiles])
+        offsets = part[f"{side}_offset"]  # in a buffer of one run of all tiles
+        offsets -= offsets[0]
+        offsets *= count
+        # Blocks of the buffer are numbered by rows of the whole table, so the first block is not 0.
+        offsets -= first_run * part[f"{side}_block_stride"]
         return part, runs[first_run : first_run + count]
 
-    # With the lock held.
+    # The caller of these methods must hold the lock.
 
-    def _dense_of(self, first_run: int) -> StagedChunk:
-        """All tiles times one run of the length that this run has."""
-        tokens = int(self.runs[first_run]["tokens"])
-        dense = self._dense.get(tokens)
+    def _dense_of(self, first_run: int, side: str) -> Tiles:
+        """All tiles, with a buffer of one run of the same length as this run."""
+        tokens = int(self.runs["tokens"][first_run])
+        dense = self._dense.get((side, tokens))
         if dense is None:
-            one_run = self.runs[first_run : first_run + 1]
-            (dense,) = stage(self.tiles, one_run, sys.maxsize)
-            self._dense[tokens] = dense
-            if len(self._dense) > KEPT_LENGTHS:  # chunks of one length follow each other
+            dense = self._dense[side, tokens] = dense_tiles(self.tiles, tokens, side)
+            if len(self._dense) > KEPT_LENGTHS:  # chunks of equal length follow each other
                 self._dense.popitem(last=False)
         return dense
 
     def _runs_of(self, side: str) -> Runs:
-        """The runs, with the buffer on one side; a server packs, a reader unpacks."""
+        """The runs with the buffer on one side; a server packs, a reader unpacks."""
         if side not in self._dense_runs:
-            table = self.runs.copy()
-            table[f"{side}_block"] = np.arange(len(table))  # of the table, see _half
-            table[f"{side}_token"] = 0
-            table[f"{side}_step"] = 1
-            self._dense_runs[side] = table
+            self._dense_runs[side] = dense_runs(self.runs, side)
         return self._dense_runs[side]
 
 
 def plan_chunks(tiles: Tiles, runs: Runs, chunk_bytes: int) -> ChunkPlan:
-    """Cuts a read into chunks of about ``chunk_bytes``, all runs of a chunk of one length.
+    """Cuts a read into chunks of about ``chunk_bytes``; all runs of a chunk have the same length.
 
     Raises:
-        BoundsError: one run of one tile is larger than a message may be.
+        BoundsError: one run of one tile is larger than the largest message.
     """
     order = np.argsort(-runs["tokens"], kind="stable")
     runs = runs[order]
@@ -112,18 +106,18 @@ def plan_chunks(tiles: Tiles, runs: Runs, chunk_bytes: int) -> ChunkPlan:
 def check_chunks(
     tiles: Tiles, runs: Runs, chunks: Table, region_bytes: tuple[int, ...]
 ) -> ChunkPlan:
-    """Checks what a reader asked for against our regions; for numbers of any size.
+    """Checks a requested read against the local regions; safe for numbers of any size.
 
     Raises:
-        BoundsError: an address outside its region, or a chunk outside the tables, of runs of
-            different lengths, or larger than a message may be.
+        BoundsError: an address outside its region; or a chunk that lies outside the tables, has
+            runs of different lengths, or is larger than the largest message.
     """
     check_bounds(tiles, runs, region_bytes, None)
     for first, count, length in (
         ("first_tile", "tiles", len(tiles)),
         ("first_run", "runs", len(runs)),
     ):
-        # Compared without adding, which could wrap.
+        # Compared without an addition, which could wrap.
         bad = (chunks[first] < 0) | (chunks[count] < 1) | (chunks[count] > length)
         bad |= chunks[first] > length - chunks[count]
         if bad.any():
@@ -140,7 +134,7 @@ def check_chunks(
 
 
 def _chunk_bytes(tiles: Tiles, runs: Runs, chunks: Table) -> Int64s:
-    """Bytes of each chunk, in floats first: a tile of zero strides may claim any extent."""
+    """Bytes of each chunk; floats first, as a tile of zero strides may have any extent."""
     per_token = (
         tiles["heads"].astype(np.float64)
         * tiles["elements"].astype(np.float64)
@@ -155,7 +149,7 @@ def _chunk_bytes(tiles: Tiles, runs: Runs, chunks: Table) -> Int64s:
     sizes = (widths[last_tile] - widths[chunks["first_tile"]]) * (
         tokens[last_run] - tokens[chunks["first_run"]]
     )
-    # Sums of whole numbers are exact below 2**53, and a table that reaches beyond is refused.
+    # Sums of whole numbers are exact below 2**53; a larger table is refused.
     too_large = sizes > MAX_CHUNK_BYTES
     if too_large.any() or widths[-1] > 2**53 or tokens[-1] > 2**53:
         row = int(np.argmax(sizes)) if len(sizes) else 0
@@ -163,7 +157,7 @@ def _chunk_bytes(tiles: Tiles, runs: Runs, chunks: Table) -> Int64s:
             f"chunk {row}: {sizes[row] if len(sizes) else 0:.0f} bytes in one message, "
             f"{MAX_CHUNK_BYTES} are the most"
         )
-    # Also of tiles that no chunk has: where each lies is worked out for one run of all of them.
+    # Tiles in no chunk count too: the place of each tile is computed for one run of all tiles.
     if widths[-1] * float(runs["tokens"].max(initial=0)) >= ADDRESS_LIMIT:
         raise BoundsError(
             f"one run of all tiles takes {ADDRESS_LIMIT:.3g} bytes or more; ask only for tiles "

@@ -1,28 +1,28 @@
-"""What the two sides of the transports tcp and ucx say to each other.
+"""The messages between the two sides of the transports tcp and ucx.
 
 Each message is a tagged msgspec struct. The reader speaks first::
 
-    reader → server    Hello      once; the token proves that it knows the endpoint
-    reader → server    Read       tiles, runs, and how they are cut into chunks; steps of the runs
+    reader → server    Hello      once; the token proves that the reader knows the endpoint
+    reader → server    Read       tiles, runs, and their cuts into chunks; steps of the runs
                                   if tokens are interleaved
     reader → server    Cancel     the rest of a read is not wanted
     server → reader    Refused    a read (or the connection) was refused, and why
 
-Over tcp all that goes either way over a connection stands behind a :data:`HEADER`, messages
-(transfer -1) and chunks alike. The server sends the chunks of a read without being asked for each;
-TCP itself holds back what the reader does not take::
+Over tcp, a :data:`HEADER` stands before each message (transfer -1) and each chunk. The server sends
+the chunks of a read without a request for each; TCP itself holds back bytes that the reader does
+not take::
 
-    server → reader    (bytes)    a chunk: of which transfer, and its row in the chunk table
+    server → reader    (bytes)    a chunk; the header names its transfer and its row
 
-Over ucx a message travels in a stream, behind its length
-(:class:`~kvferry.transports.ucx_link.Link`), and the reader asks for each chunk by itself. It says
-under which tag it waits for the chunk, in a bounce buffer of its own::
+Over ucx, a message travels in a stream, after its length
+(:class:`~kvferry.transports.ucx_link.Link`), and the reader requests each chunk separately. The
+request gives the tag under which the reader waits for the chunk, in a bounce buffer of the reader::
 
     reader → server    Want …     one chunk, under a tag; only after Read has left
     server → reader    (buffer)   the chunk and its tag; only the tag if there is no such read
 
 Every Want is answered, so a bounce buffer is free again once the server goes on. The reader sends
-Cancel after each read, whether it was done or not.
+Cancel after each read, whether the read was done or not.
 
 Fields are only ever added at the end, with defaults.
 """
@@ -40,25 +40,25 @@ from kvferry.errors import DecodeError, KVFerryError, ProtocolError, TransferErr
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 
 VERSION_MIN = 3
-"""3: tcp goes over sockets of its own, without windows."""
+"""Oldest protocol version. Since version 3, tcp uses sockets of its own, without windows."""
 VERSION_MAX = 3
 
 HEADER = struct.Struct("<qqq")
-"""What stands before everything over tcp: number of the transfer, row of the chunk, bytes that
-follow; for a message -1, 0 and its length."""
+"""Header before each message and chunk over tcp: number of the transfer, row of the chunk, number
+of bytes that follow; for a message -1, 0 and its length."""
 MESSAGE = -1
-"""The transfer of a header before a message."""
+"""Transfer number in the header of a message."""
 
 MAX_TRANSFER = (1 << 63) - 1
-"""Largest number of a transfer: what a header has room for."""
+"""Largest number of a transfer: the largest number that a header can hold."""
 MAX_REQUEST_BYTES = 32 << 20
-"""Largest message to a server; a longer one ends the connection."""
+"""Largest number of bytes in a message to a server; a longer message ends the connection."""
 MAX_REPLY_BYTES = 64 << 10
-"""Largest message to a reader over tcp."""
+"""Largest number of bytes in a message to a reader over tcp."""
 MAX_CHUNK_BYTES = 256 << 20
-"""Largest chunk that a reader may ask for."""
+"""Largest number of bytes in a chunk that a reader may request."""
 MAX_REGION_BYTES = 1 << 60
-"""Largest region that an endpoint may name, so that its addresses fit 64 bits."""
+"""Largest number of bytes in a region of an endpoint; with this limit addresses fit 64 bits."""
 
 #: The source half of :data:`~kvferry.layouts.tiles.TILE_DTYPE`, little-endian.
 SOURCE_TILE_DTYPE = np.dtype(
@@ -79,20 +79,21 @@ SOURCE_TILE_DTYPE = np.dtype(
 )
 #: The source half of :data:`~kvferry.layouts.tiles.RUN_DTYPE` without the step, little-endian.
 SOURCE_RUN_DTYPE = np.dtype([(name, "<i8") for name in ("source_block", "source_token", "tokens")])
-#: One chunk: ``tiles`` tiles from ``first_tile`` on, times ``runs`` runs from ``first_run`` on. All
-#: its runs have the same number of tokens. Its bytes lie as :mod:`kvferry.layouts.staging` says.
+#: One chunk: ``tiles`` tiles, beginning at ``first_tile``, times ``runs`` runs, beginning at
+#: ``first_run``. All runs of a chunk have the same number of tokens. The bytes of a chunk lie as
+#: :mod:`kvferry.layouts.staging` says.
 CHUNK_DTYPE = np.dtype([(name, "<i8") for name in ("first_tile", "tiles", "first_run", "runs")])
 
 MAX_READS = 64
-"""Reads under way per reader; a reader keeps back what is more."""
+"""Largest number of reads in progress per reader; a reader keeps back further reads."""
 TAG_BYTES = 8
-"""Behind each chunk over ucx; a message that was too short lacks it."""
+"""Number of bytes of the tag after each chunk over ucx; a message cut short lacks the tag."""
 
 Table: TypeAlias = npt.NDArray[np.void]
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank serves, and what. Travels in the engine's description."""
+    """Address and regions of a serving rank. Travels in the engine's description."""
 
     transport: str = "tcp"
     version_min: int = VERSION_MIN
@@ -100,15 +101,15 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     token: bytes
-    """Random per start: tells this server from another that took over the port."""
+    """Random bytes per start, which tell this server from another server on the same port."""
     regions: tuple[int, ...]
-    """Bytes of each region; 0 for one that is not served."""
+    """Number of bytes of each region; 0 for a region that is not served."""
     certificate: bytes = b""
-    """Of a server of tcp that encrypts (DER); empty for one that does not."""
+    """Certificate of a tcp server that encrypts (DER); empty for a server that does not encrypt."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A reader opens the connection."""
+    """Opens the connection of a reader."""
 
     token: bytes
     version_min: int
@@ -116,38 +117,39 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
-    """A reader asks for tiles × runs. The bytes are arrays of the dtypes above."""
+    """Requests tiles × runs. The bytes are arrays of the dtypes above."""
 
     transfer: int
-    """Chosen by the reader, unique on the connection; 0 to :data:`MAX_TRANSFER`."""
+    """Number of the read, chosen by the reader, unique on the connection; 0 to
+    :data:`MAX_TRANSFER`."""
     tiles: bytes
     runs: bytes
     chunks: bytes
     steps: bytes = b""
-    """Little-endian int64, one ``source_step`` per run; empty where all are 1."""
+    """Little-endian int64, one ``source_step`` per run; empty if all steps are 1."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """The reader drops what is still to come of a read."""
+    """Cancels the rest of a read."""
 
     transfer: int
 
 
 class Want(msgspec.Struct, frozen=True, tag="want"):
-    """The reader is ready for one chunk."""
+    """Requests one chunk; the reader is ready to receive the chunk."""
 
     transfer: int
     chunk: int
     """Row in the read's chunk table."""
     tag: int
-    """Random, 64 bits: nobody else can send to it."""
+    """Random 64 bits: no other peer can send to this tag."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The server does not do what was asked; other reads go on."""
+    """Says that the server refuses a request; other reads go on."""
 
     transfer: int | None
-    """``None``: the connection."""
+    """Number of the refused read; ``None`` if the connection is refused."""
     error: str
     """Name of the error in :mod:`kvferry.errors`."""
     reason: str
@@ -161,7 +163,7 @@ _encoder = msgspec.msgpack.Encoder()
 TCP_REQUESTS: msgspec.msgpack.Decoder[TcpRequest] = msgspec.msgpack.Decoder(TcpRequest)
 UCX_REQUESTS: msgspec.msgpack.Decoder[UcxRequest] = msgspec.msgpack.Decoder(UcxRequest)
 REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-"""For :func:`~kvferry.decoding.decode`, by transport and direction."""
+"""Decoders for :func:`~kvferry.decoding.decode`, by transport and direction."""
 _endpoint = msgspec.msgpack.Decoder(Endpoint)
 
 
@@ -171,11 +173,11 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode_endpoint(data: bytes, transport: str = "tcp") -> Endpoint:
-    """Where a rank serves.
+    """Decodes the endpoint of a serving rank.
 
     Raises:
-        DecodeError: it does not match the schema, is another transport's, or names no possible
-            address.
+        DecodeError: the data does not match the schema, belongs to another transport or protocol
+            version, or names no possible address or region.
     """
     endpoint = decode(_endpoint, data, f"{transport} endpoint")
     if endpoint.transport != transport:
@@ -210,7 +212,7 @@ def decode_table(data: bytes, dtype: np.dtype[np.void], what: str) -> Table:
     """A read-only structured array over ``data``.
 
     Raises:
-        DecodeError: empty, or not a whole number of rows.
+        DecodeError: ``data`` is empty, or not a whole number of rows.
     """
     if not data or len(data) % dtype.itemsize:
         raise DecodeError(f"{what}: {len(data)} bytes are not rows of {dtype.itemsize} bytes")
@@ -245,7 +247,7 @@ def encode_steps(runs: Runs) -> bytes:
 
 
 def refused_error(refused: Refused, address: str) -> KVFerryError:
-    """The error that a server named; only a :class:`ProtocolError` or a :class:`TransferError`."""
+    """The error that a server reported: a :class:`ProtocolError` or a :class:`TransferError`."""
     kind = getattr(errors, refused.error, None)
     fits = isinstance(kind, type) and issubclass(kind, ProtocolError | TransferError)
     text = f"refused by {address}: {refused.reason[:2000]}"

@@ -1,8 +1,8 @@
-"""What the reading sides of tcp and ucx share: reads that a source sends in chunks.
+"""The common part of the reading sides of tcp and ucx: reads that a source sends in chunks.
 
-Only threads of ours write the target memory, each inside its transfer's fence
-(:class:`~kvferry.transports.base.Transfer`): a terminal state proves that nothing lands any more,
-whatever a peer sends late.
+Only local threads write the target memory, each inside its transfer's fence
+(:class:`~kvferry.transports.base.Transfer`). So a terminal state proves that no byte lands
+afterwards, whatever a peer sends late.
 """
 
 import time
@@ -48,23 +48,23 @@ PeerT = TypeVar("PeerT", bound="WirePeer")
 
 @dataclass(frozen=True, slots=True)
 class ReadingSide:
-    """What the reading side of a transport works with."""
+    """Regions, transfers and settings of the reading side of a transport."""
 
     regions: Regions
     transfers: Transfers
     chunk_bytes: int
-    """Bytes per chunk of a read."""
+    """Number of bytes per chunk of a read."""
     stall_timeout_s: float
     """Seconds without progress after which a read fails as stalled."""
 
     @property
     def tick_s(self) -> float:
-        """Seconds between two looks for reads that have stalled."""
+        """Seconds between two checks for stalled reads."""
         return min(1.0, max(0.02, self.stall_timeout_s / 8))
 
 
 class WireRead(Transfer):
-    """One read, with its tables."""
+    """A read, with its tables."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class WireRead(Transfer):
         self.tiles = tiles
         self.runs = runs
         self.number = -1
-        """The id under which the server knows it; -1 until it was sent."""
+        """Number of the read at the server; -1 before the request was sent."""
         self.plan: ChunkPlan | None = None
         self.missing: set[int] = set()
-        """Chunks that were asked for and have not come yet."""
+        """Requested chunks that have not come yet."""
         self._reader = reader
         self._peer = peer
 
@@ -91,26 +91,26 @@ class WireRead(Transfer):
 
 
 class WirePeer(Peer):
-    """A connection to one serving rank. All but ``close`` belongs to one thread."""
+    """A connection to one serving rank. A single thread owns everything except ``close``."""
 
     def __init__(self, endpoint: Endpoint, reader: "WireReader[Any]") -> None:
         self.endpoint = endpoint
         self.region_bytes = endpoint.regions
-        """By region id; 0 where nothing is served."""
+        """Number of bytes of each region, by region id; 0 for a region that is not served."""
         self.reads: dict[int, WireRead] = {}
-        """Reads that the server knows."""
+        """Reads that the server knows, by number."""
         self.waiting: deque[WireRead] = deque()
-        """Reads kept back: the server takes :data:`MAX_READS` at a time."""
+        """Reads kept back, because the server takes :data:`MAX_READS` at a time."""
         self.next_number = 0
         self.progressed = time.monotonic()
-        """When anything last came from it."""
+        """``time.monotonic()`` at which data last came from the peer."""
         self.lost: KVFerryError | None = None
-        """Why it is gone, once it is."""
+        """Error that ended the connection; ``None`` while the peer is there."""
         self._reader = reader
 
     @property
     def address(self) -> str:
-        """For messages."""
+        """Address of the peer for messages."""
         return f"{self.endpoint.host}:{self.endpoint.port}"
 
     def close(self) -> None:
@@ -120,13 +120,13 @@ class WirePeer(Peer):
 
 
 class WireReader(ABC, Generic[PeerT]):
-    """Owns the connections to serving ranks. All but ``read`` belongs to one thread."""
+    """Owns the connections to serving ranks. A single thread owns everything except ``read``."""
 
     peer_class: type[PeerT]
 
     def __init__(self, mailbox: Mailbox, side: ReadingSide) -> None:
         self.post = mailbox.post
-        """Has the thread that owns the connections call a task; any thread."""
+        """Runs a task in the thread that owns the connections; any thread may call this."""
         self._mailbox = mailbox
         self._side = side
         self._peers: list[PeerT] = []
@@ -134,26 +134,26 @@ class WireReader(ABC, Generic[PeerT]):
 
     @abstractmethod
     def connect(self, endpoint: Endpoint) -> PeerT:
-        """A connection to a serving rank; returns at once, and may be called by any thread.
+        """A connection to a serving rank; returns at once. Any thread may call this method.
 
         Raises:
-            PeerLostError, HostError: it cannot be begun.
+            PeerLostError, HostError: the connection cannot be begun.
         """
 
     @abstractmethod
     def _send_read(self, peer: PeerT, read: WireRead, message: Read) -> None:
-        """Asks for a read that has its plan and its number; loses the peer if that fails."""
+        """Requests a read that has a plan and a number; loses the peer if sending fails."""
 
     @abstractmethod
     def _forget(self, peer: PeerT, read: WireRead, state: TransferState) -> None:
-        """Drops a read that has ended and tells the server; loses the peer if that fails."""
+        """Removes an ended read and tells the server; loses the peer if sending fails."""
 
     @abstractmethod
     def _disconnect(self, peer: PeerT) -> None:
-        """Lets go of the connection of a peer that is lost; its reads fail afterwards."""
+        """Releases the connection of a lost peer; the peer's reads fail afterwards."""
 
     def read(self, peer: Peer, tiles: Tiles, runs: Runs, after: Waitable | None) -> Transfer:
-        """See :meth:`Transport.read`; any thread."""
+        """See :meth:`Transport.read`. Any thread may call this method."""
         ours = own_peer(peer, self.peer_class)
         check_bounds(tiles, runs, ours.region_bytes, self._side.regions.nbytes)
         read = WireRead(self, ours, tiles, runs, self._side.transfers)
@@ -163,7 +163,7 @@ class WireReader(ABC, Generic[PeerT]):
         return read
 
     def lose(self, peer: PeerT, error: KVFerryError) -> None:
-        """Fails everything that runs on the connection, and ends it."""
+        """Ends the connection, and fails all its reads."""
         if peer.lost is not None:
             return
         peer.lost = error
@@ -180,9 +180,9 @@ class WireReader(ABC, Generic[PeerT]):
             self.lose(peer, PeerLostError("the transport was closed"))
 
     def fail_stalled(self) -> float:
-        """Fails the reads of peers that have sent nothing for too long; looks now and then.
+        """Fails the reads of peers that have sent nothing for too long.
 
-        Returns the seconds after which it wants to be called again.
+        Checks only every ``tick_s`` seconds. Returns the seconds until the next call.
         """
         now = time.monotonic()
         if now - self._looked < self._side.tick_s:
@@ -194,10 +194,10 @@ class WireReader(ABC, Generic[PeerT]):
         return self._side.tick_s
 
     def _look_at(self, peer: PeerT, awake_since: float) -> None:
-        """Fails the reads of one peer."""
+        """Fails the stalled reads of one peer."""
         for read in [*peer.reads.values(), *peer.waiting]:
-            # A read that waits for its turn behind others of this peer is not stalled, nor one
-            # whose chunks have come while we did not run.
+            # A read that waits behind other reads of this peer is not stalled; nor is a read whose
+            # chunks came while this process did not run.
             since = time.monotonic() - max(peer.progressed, read.progressed, awake_since)
             if since > self._side.stall_timeout_s:
                 read.fail(
@@ -208,7 +208,7 @@ class WireReader(ABC, Generic[PeerT]):
                 )
 
     def _awake_since(self) -> float:
-        """Since when whoever receives has come to run in time."""
+        """``time.monotonic()`` since which the receiving threads have run in time."""
         return self._mailbox.awake_since
 
     def _start(self, peer: PeerT, read: WireRead) -> None:
@@ -223,7 +223,7 @@ class WireReader(ABC, Generic[PeerT]):
         try:
             plan = plan_chunks(read.tiles, read.runs, self._side.chunk_bytes)
             message = self._message(peer, plan)
-        except Exception as error:  # of ours or a bug of ours: this read ends, the others go on
+        except Exception as error:  # a KVFerryError or a bug: this read ends, others go on
             read.fail(as_transfer_error(error, "the read cannot be planned"))
             return
         read.plan, read.number = plan, peer.next_number
@@ -234,7 +234,7 @@ class WireReader(ABC, Generic[PeerT]):
         self._send_read(peer, read, message)
 
     def _message(self, peer: PeerT, plan: ChunkPlan) -> Read:
-        """What asks for the peer's next read."""
+        """The request for the peer's next read."""
         return Read(
             peer.next_number,
             encode_table(plan.tiles, SOURCE_TILE_DTYPE),
@@ -244,7 +244,7 @@ class WireReader(ABC, Generic[PeerT]):
         )
 
     def end(self, peer: PeerT, read: WireRead, state: TransferState) -> None:
-        """A read has ended; its place at the server is free."""
+        """Forgets an ended read; the server has room for a waiting read."""
         if peer.lost is not None:
             return
         self._forget(peer, read, state)
@@ -258,14 +258,15 @@ class WireReader(ABC, Generic[PeerT]):
         if message.transfer is None:
             self.lose(peer, PeerLostError(f"{peer.address} ended the connection: {message.reason}"))
         elif message.transfer in peer.reads:
-            # It is dropped, and cancelled where it was not refused, when it has ended.
+            # When the read has ended, it is dropped; if the server did not refuse it, also
+            # cancelled.
             peer.reads[message.transfer].fail(refused_error(message, peer.address))
 
     def _claim(self, peer: PeerT, read: WireRead, chunk: int, nbytes: int) -> ChunkPlan:
-        """The plan of a read of which a chunk comes, which counts as come from now on.
+        """Marks a chunk of a read as received; returns the plan of the read.
 
         Raises:
-            DecodeError: it is none that was asked for, or has come before, or has another size.
+            DecodeError: the chunk was not requested, has come before, or has another size.
         """
         assert read.plan is not None
         if chunk not in read.missing:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,21 +17,16 @@ import pytest
 from benchmarks.cases import (
     CacheShape,
     Case,
-    WrongDataError,
     all_cases,
     check_target,
     merged_blocks,
 )
-from benchmarks.figures import Row, compare
 from benchmarks.kvferry_side import KvferrySource
-from benchmarks.machine import command_of, describe_machine
 from benchmarks.nixl_side import why_missing
-from benchmarks.paged import PagedResults, all_bursts
-from benchmarks.planning import PlanningResults
 from benchmarks.prefixes import PrefixResults
-from benchmarks.remote import Remote, RemoteError
-from benchmarks.report import Results, markdown, missed
-from benchmarks.samples import Sample
+from benchmarks.remote import Remote, RemoteError, WrongDataError
+from benchmarks.report import command_of, describe_machine, take_turns
+from benchmarks.transport_page import TransportResults, TransportRow, page
 from kvferry.layouts.copier import expand
 from kvferry.topology import plan_transfer
 
@@ -38,36 +34,30 @@ ROOT = Path(__file__).parents[2]
 SHAPE = CacheShape(layers=2, kv_heads=2, head_size=8, block_size=4, tokens=24)
 
 
-def row(contender: str, family: str, *seconds: float) -> Row:
-    samples = tuple(Sample(each) for each in seconds)
-    return Row(
-        contender=contender,
-        family=family,
-        samples=samples,
-        source_cpu=(0.0, 0.0),
-        reader_cpu=(0.0, 0.0),
-    )
-
-
 def test_the_command_of_results_names_no_path_of_a_machine(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x", "--rounds", "2", "--before", "/home/me/older one"])
     assert command_of("benchmarks") == "python -m benchmarks --rounds 2 --before 'older one'"
 
 
-def results_of(*cases, quick: bool = False) -> Results:
-    return Results(
+def row(case: Case, **seconds: tuple[float, ...]) -> TransportRow:
+    named = {name.replace("_", " "): each for name, each in seconds.items()}
+    return TransportRow(case=case, seconds=named, nbytes=SHAPE.transfer_bytes)
+
+
+def results_of(*rows: TransportRow) -> TransportResults:
+    return TransportResults(
         command="python -m benchmarks",
         rounds=3,
         machine=describe_machine(),
         shape=SHAPE,
         nixl_skipped=None,
         load_after=1.0,
-        quick=quick,
-        transports=tuple(cases),
+        stores=(1e-4, 2e-4),
+        rows=tuple(rows),
     )
 
 
-@pytest.mark.parametrize("module", ["cases", "figures"])
+@pytest.mark.parametrize("module", ["cases", "transport_page", "report"])
 def test_doctests_of_the_benchmarks_hold(module):
     tested = doctest.testmod(importlib.import_module(f"benchmarks.{module}"))
     assert tested.attempted > 0
@@ -122,38 +112,38 @@ def test_the_three_pass_permute_turns_blocks_in_place_and_leaves_others(x, y):
 
 def test_the_fastest_of_a_family_counts_and_ratios_are_taken_round_by_round():
     case = Case("NHD", "NHD", shuffled=True, threads=2)
-    result = compare(
-        case,
-        [
-            row("shm", "shm", 1.0, 2.0, 10.0),
-            row("nixl shm", "nixl shm", 4.0, 9.0, 60.0),
-            row("nixl shm, num_threads=2", "nixl shm", 3.0, 8.0, 50.0),
-        ],
-    )
-    (ratio,) = result.ratios
-    assert (ratio.ours, ratio.theirs, ratio.goal) == ("shm", "nixl shm", 3.0)
-    assert (ratio.median, ratio.low, ratio.high) == (4.0, 3.0, 5.0)
-    assert ratio.met
+    found = row(case, shm=(1.0, 2.0, 10.0), nixl_shm=(4.0, 9.0, 60.0))
+    found.seconds["nixl shm, num_threads=2"] = (3.0, 8.0, 50.0)
+    text = page(results_of(found))
+    assert "| 4.00 (3.00–5.00) ≥ 3 |" in text
+    assert "nixl shm, num_threads=2." in text  # what won
 
 
-def test_a_missed_goal_gets_a_sentence_that_says_by_how_much():
+def test_a_missed_goal_is_bold():
     case = Case("NHD", "HND", shuffled=False, threads=1)
-    slow = compare(case, [row("shm", "shm", 2.0), row("memmove", "memcpy", 0.9)])
-    (sentence,) = missed(results_of(slow))
-    assert "shm / memcpy, NHD→HND, in order, 1 thread: 0.45 of 0.85, short by 47%" in sentence
-    assert sentence in markdown(results_of(slow))
+    assert "| **0.45 (0.45–0.45) ≥ 0.85** |" in page(
+        results_of(row(case, shm=(2.0,), memmove=(0.9,)))
+    )
+    assert "| 0.90 (0.90–0.90) ≥ 0.85 |" in page(results_of(row(case, shm=(1.0,), memmove=(0.9,))))
 
-    fast = compare(case, [row("shm", "shm", 1.0), row("memmove", "memcpy", 0.9)])
-    assert missed(results_of(fast)) == []
-    assert "All that were measured are met." in markdown(results_of(fast))
-    assert missed(results_of(slow, quick=True)) == []
+
+def test_another_contender_begins_each_round_and_the_first_round_does_not_count():
+    asked = []
+
+    def measure(name):
+        asked.append(name)
+        return float(len(asked))
+
+    found = take_turns({name: partial(measure, name) for name in "ab"}, 2)
+    assert asked == ["a", "b", "b", "a", "a", "b"]
+    assert found == {"a": (4.0, 5.0), "b": (3.0, 6.0)}
 
 
 def test_a_call_that_fails_in_its_process_says_where():
     with Remote("source", KvferrySource, SHAPE, (1,), env={}) as remote:
         with pytest.raises(RemoteError, match=r"(?s)source: .*no_such_method"):
             remote.call("no_such_method")
-        assert len(remote.call("offer").tcp) == 1  # the process goes on
+        assert "socket" in remote.call("offer").bare  # the process goes on
 
 
 def _is_running(pid: int) -> bool:
@@ -199,7 +189,7 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
     for package in ("matplotlib", "torch"):
         pytest.importorskip(package)
     # The managers are in test_managers.py.
-    names = ("transports", "bind", "confirm", "planning", "prefixes", "paged")
+    names = ("transports", "prefixes")
     parts = [f"--only={name}" for name in names]
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--quick", "--out", str(tmp_path), *parts],
@@ -209,53 +199,34 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
         timeout=850,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    results = msgspec.json.decode((tmp_path / "transport.json").read_bytes(), type=Results)
-    assert [case.case for case in results.transports] == all_cases()
+    results = msgspec.json.decode(
+        (tmp_path / "transports.json").read_bytes(), type=TransportResults
+    )
+    assert [row.case for row in results.rows] == all_cases()
     expected = {"memmove", "torch copy", "socket", "shm", "vm", "tcp"}
     expected |= {"process_vm_readv", "process_vm_readv, shared out"}
     if importlib.util.find_spec("cryptography") is not None:
         expected |= {"tls", "tcp encrypted"}
     if why_missing() is None:
-        expected |= {"nixl shm", "nixl tcp", "nixl (staged) shm", "nixl (staged) tcp"}
+        expected |= {"nixl shm", "nixl tcp"}
         assert results.nixl_skipped is None
     else:
-        assert results.nixl_skipped in ran.stdout
-    for case in results.transports:
-        placed = {f"nixl (placed) {path}" for path in ("shm", "tcp")}
-        with_placed = why_missing() is None and not case.case.mismatched
-        wanted = expected | (placed if with_placed else set())
-        wanted |= {"process_vm_readv, blocks"} if case.case.shuffled else set()
-        assert wanted <= {row.contender for row in case.rows}
-        assert {len(row.samples) for row in case.rows} == {2}
-        assert all(sample.seconds > 0 for row in case.rows for sample in row.samples)
-    assert {bind.tokens for bind in results.bind} == {4096, 32768}
-    assert {confirm.case for confirm in results.confirm} == {"one by one", "all at once"}
-    assert (tmp_path / "transport.png").stat().st_size > 10_000
-    planned = msgspec.json.decode((tmp_path / "planning.json").read_bytes(), type=PlanningResults)
-    assert {plan.ranks for plan in planned.plans} == {64, 128}
-    assert all(plan.pieces >= plan.pairs >= plan.ranks for plan in planned.plans)
-    assert {bind.tokens for bind in planned.binds} == {1024, 4096}
-    assert (tmp_path / "planning.png").stat().st_size > 10_000
+        assert str(results.nixl_skipped) in ran.stdout
+    for found in results.rows:
+        assert expected <= found.seconds.keys()
+        assert {len(each) for each in found.seconds.values()} == {2}
+        assert all(min(each) > 0 for each in found.seconds.values())
+    assert (tmp_path / "transports.png").stat().st_size > 10_000
     known = msgspec.json.decode((tmp_path / "prefixes.json").read_bytes(), type=PrefixResults)
     assert known.blocks > 0
-    assert {choice.tokens for choice in known.choices} == {1024, 4096, 16_384, 32_768}
-    assert len(known.delays) == 3
     assert known.evictions.requests > 0
     assert known.evictions.differing == 0
-    paged = msgspec.json.decode((tmp_path / "paged.json").read_bytes(), type=PagedResults)
-    assert [row.burst for row in paged.rows] == all_bursts(8192, 64)
-    taking_part = {"memcpy", "shm", "process_vm_readv", "vm", "sockets", "tcp"}
-    for row in paged.rows:
-        fits = row.burst.requests * row.burst.tokens <= row.burst.pool
-        assert row.seconds.keys() >= taking_part if fits else not row.seconds
-        assert {len(each) for each in row.seconds.values()} <= {2}
-    assert (tmp_path / "paged.png").stat().st_size > 10_000
-    page = (tmp_path / "RESULTS.md").read_text()
-    assert all(str(case) in page for case in all_cases())
-    assert "A quick run" in page
-    assert "stores around the cache" in page
+    text = (tmp_path / "TRANSPORTS.md").read_text()
+    assert all(str(case) in text for case in all_cases())
+    assert "A quick run" in text
+    assert "stores around the cache" in text
 
 
 def test_a_run_without_nixl_says_why(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "make bench" in why_missing()
+    assert "make bench" in str(why_missing())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import cast
 
 import pytest
 
@@ -15,9 +16,10 @@ from benchmarks.faults import matrix
 from benchmarks.faults.faults import FAULTS, Fault
 from benchmarks.faults.load import Answer, Endpoint, Prompts, count, seconds_until_back
 from benchmarks.faults.matrix import Cell, cells_of, faults_named, run_cell
-from benchmarks.faults.report import FaultResults, markdown, missed, plot, read, write
+from benchmarks.faults.report import FaultResults, draw, missed, page, read
 from benchmarks.faults.system import System, SystemFailedError, build_clock
-from benchmarks.machine import describe_machine
+from benchmarks.report import Run
+from kvferry.testing.hosts import Host
 
 PROMPTS = Prompts([[1], [2], [3]], [[10, 11, 12], [20, 21, 22], [30, 31, 32]])
 
@@ -43,6 +45,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.0"
+    server: Server
 
     def log_message(self, *_):
         pass
@@ -85,7 +88,7 @@ class FakeSystem(System):
 
     def __init__(self, server):
         self.server = server
-        self.router = Endpoint(Here(), *server.server_address)
+        self.router = Endpoint(cast(Host, Here()), *server.server_address)
         self.members = []
         self.prompts = PROMPTS
         self.held = 0
@@ -228,15 +231,16 @@ def test_faults_are_chosen_by_name_and_run_at_each_of_their_steps():
 
 
 def test_cells_are_stored_read_back_and_measured_anew(system, tmp_path):
-    results = FaultResults(command="python -m benchmarks.faults", machine=describe_machine())
+    run = Run("benchmarks.faults", tmp_path)
+    results = run.results(FaultResults)
     for mood in ("fails", "well"):
         results = results.with_cell(cell(system, mood))
-        write(results, tmp_path)
+        run.write("faults", results, page)
     (found,) = read(tmp_path)
     assert isinstance(found, Cell)
     assert found.is_good
-    assert "| fake | kill -9 of P | any |" in markdown(results)
-    plot(results, tmp_path / "faults.png")
+    assert "| fake | kill -9 of P | any |" in page(results)
+    draw(results, tmp_path / "faults.png")
     assert (tmp_path / "faults.png").stat().st_size > 0
 
 

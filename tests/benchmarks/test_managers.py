@@ -7,50 +7,44 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.machine import describe_machine
 from benchmarks.managers import (
     CASES,
     QUICK_LOAD,
     ManagerResults,
     ManagerRow,
-    markdown,
-    missed,
+    page,
 )
 from benchmarks.peers.kvferry_peer import KvferryPeer
-from benchmarks.peers.process import PYTHONS, PeerError, PeerProcess
+from benchmarks.peers.process import PYTHONS, start_peer
 from benchmarks.peers.speed import OPERATIONS, Busy, bytes_per_block, make_setup
+from benchmarks.remote import RemoteError
+from benchmarks.report import describe_machine
 
 ROOT = Path(__file__).parents[2]
 
 
 def row(operation: str, ours: tuple[float, ...], theirs: tuple[float, ...]) -> ManagerRow:
-    return ManagerRow(case="one group", operation=operation, ours=ours, theirs=theirs)
+    seconds = {"kvferry": ours, "vllm": theirs}
+    return ManagerRow(case="one group", operation=operation, seconds=seconds)
 
 
-def results_of(*rows: ManagerRow, quick: bool = False) -> ManagerResults:
+def results_of(*rows: ManagerRow) -> ManagerResults:
     return ManagerResults(
         command="python -m benchmarks --only managers",
         rounds=3,
         machine=describe_machine(),
         load=QUICK_LOAD,
-        quick=quick,
         rows=rows,
-        our_bytes={"unused": 1.0, "cached": 2.0},
-        their_bytes={"unused": 1.0, "cached": 2.0},
+        memory={name: {"unused": 1.0, "cached": 2.0} for name in ("kvferry", "vllm")},
     )
 
 
-def test_a_ratio_is_the_median_of_the_rounds_ratios():
-    assert row("free", (1.0, 2.0, 4.0), (3.0, 2.0, 8.0)).ratio == 2.0
-
-
-def test_a_row_and_the_mean_are_judged_apart():
-    fast, slow = row("lookup", (1.0,), (9.0,)), row("free", (1.0,), (1.1,))
-    (sentence,) = missed(results_of(fast, slow))
-    assert "free: 1.10 times vLLM" in sentence
-    assert sentence in markdown(results_of(fast, slow))
-    assert len(missed(results_of(slow))) == 2
-    assert missed(results_of(fast)) == missed(results_of(slow, quick=True)) == []
+def test_a_ratio_is_of_one_round_and_the_mean_is_of_all_rows():
+    fast, slow = row("lookup", (1.0,), (9.9,)), row("free", (1.0, 2.0, 4.0), (3.0, 2.2, 1.0))
+    text = page(results_of(fast, slow))
+    assert "| 9.90 (9.90–9.90) ≥ 2 |" in text
+    assert "| **1.10 (0.25–3.00) ≥ 2** |" in text
+    assert "geometric mean of the ratios: 3.30 (goal 2)" in text
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -76,8 +70,8 @@ def test_memory_per_block_counts_more_once_blocks_are_cached():
 
 def test_a_missing_environment_is_an_error_that_says_how_to_make_it(monkeypatch):
     monkeypatch.setitem(PYTHONS, "vllm", ROOT / ".venv-nowhere" / "bin" / "python")
-    with pytest.raises(PeerError, match="make test-rest"):
-        PeerProcess("vllm")
+    with pytest.raises(RemoteError, match="make test-rest"):
+        start_peer("vllm")
 
 
 @pytest.mark.processes
@@ -95,6 +89,6 @@ def test_a_quick_run_compares_the_managers_and_writes_its_results(tmp_path):
     assert [(each.case, each.operation) for each in results.rows] == [
         (case, operation) for case in CASES for operation in OPERATIONS
     ]
-    assert {len(each.ours) for each in results.rows} == {2}
+    assert {len(each.seconds["kvferry"]) for each in results.rows} == {2}
     assert "A quick run" in (tmp_path / "MANAGERS.md").read_text()
-    assert not (tmp_path / "transport.json").exists()
+    assert not (tmp_path / "transports.json").exists()

@@ -4,14 +4,12 @@ import msgspec
 import pytest
 
 from benchmarks import scale
-from benchmarks.machine import describe_machine
+from benchmarks.report import describe_machine
 from benchmarks.scale import Figure, ScaleResults, page
 
 
 def figure(engines, *values, name="CPU per lease"):
-    return Figure(
-        side="one P", name=name, unit="µs", engines=engines, leases=10 * engines, values=[*values]
-    )
+    return Figure(side="one P", name=name, unit="µs", engines=engines, values=[*values])
 
 
 def test_the_page_has_medians_and_the_exponent_of_growth():

@@ -1,15 +1,15 @@
 """The benchmark of conversations, without its clusters."""
 
 from benchmarks import turns
-from benchmarks.machine import describe_machine
-from benchmarks.turns import Run, Script, Turn, TurnResults, cluster_config, markdown
+from benchmarks.report import describe_machine
+from benchmarks.turns import Conversations, Script, Turn, TurnResults, cluster_config, page
 
 
 def held(contender, computed, first_token_s, wrong=0):
     all_turns = [
         Turn(0, turn, first_token_s * (turn + 1), turn >= wrong) for turn in range(turns.TURNS)
     ]
-    return Run(
+    return Conversations(
         contender=contender, turns=tuple(all_turns), prompt_tokens={"computed": float(computed)}
     )
 
@@ -29,17 +29,18 @@ def test_the_page_has_the_ratios_and_every_wrong_answer():
         undivided_tokens=100,
         runs=(held("plain", 300, 0.2), held("lending", 105, 0.05, wrong=2)),
     )
-    page = markdown(results)
-    assert "| turn 8 | 1600 | 400 | 4.00 |" in page
-    assert "- plain: 300 prompt tokens computed, 3.00 times as many" in page
-    assert "- lending: 105 prompt tokens computed, 1.05 times as many" in page
-    assert "2 of 8 answers wrong." in page
+    text = page(results)
+    assert "| turn 8 | 1600 | 400 | 4.00 |" in text
+    assert "- plain: 300 prompt tokens computed, 3.00 times as many" in text
+    assert "- lending: 105 prompt tokens computed, 1.05 times as many" in text
+    assert "2 of 8 answers wrong." in text
 
 
 def test_only_engines_that_lend_tell_what_they_have(tmp_path):
     plain, lending = (cluster_config(tmp_path, name) for name in ("plain", "lending"))
     assert {engine.kv_events for engine in plain.engines} == {None}
-    assert all(engine.kv_events.replay_endpoint for engine in lending.engines)
+    events = [engine.kv_events for engine in lending.engines]
+    assert all(each is not None and each.replay_endpoint for each in events)
     roles = [engine.kv_transfer_config["kv_role"] for engine in plain.engines]
     assert roles == ["kv_producer"] * 2 + ["kv_consumer"] * 2
     assert {engine.kv_transfer_config["kv_role"] for engine in lending.engines} == {"kv_both"}

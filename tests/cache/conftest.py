@@ -1,6 +1,7 @@
 """Builders shared by the tests of the cache core."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
@@ -34,14 +35,14 @@ def make_config() -> Callable[..., KVCacheConfig]:
 def make_manager(make_config: Callable[..., KVCacheConfig]) -> Callable[..., KVCacheManager]:
     """A manager over 10 usable blocks of 4 tokens."""
 
-    def make(num_blocks: int = 11, max_model_len: int = 64, **options: object) -> KVCacheManager:
+    def make(num_blocks: int = 11, max_model_len: int = 64, **options: Any) -> KVCacheManager:
         return KVCacheManager(make_config(num_blocks), max_model_len, **options)
 
     return make
 
 
 def _spec(kind: str, size: int = 0, block_size: int = BLOCK_SIZE) -> KVCacheSpec:
-    heads = {"num_kv_heads": 2, "head_size": 8, "dtype": "float32"}
+    heads: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": "float32"}
     match kind:
         case "full":
             return FullAttentionSpec(block_size, **heads)
@@ -70,10 +71,10 @@ def make_group_manager() -> Callable[..., KVCacheManager]:
     """A manager with one group per ``(kind, size, block_size)``, by default of 40 usable blocks."""
 
     def make(
-        *groups: tuple[object, ...],
+        *groups: tuple[Any, ...],
         num_blocks: int = 41,
         max_model_len: int = 128,
-        **options: object,
+        **options: Any,
     ) -> KVCacheManager:
         specs = [
             KVCacheGroupSpec([f"layer.{index}"], _spec(*group))
@@ -89,7 +90,7 @@ def make_request() -> Callable[..., Request]:
     """A request over given tokens, with a fresh id."""
     count = iter(range(1_000_000))
 
-    def make(token_ids: Iterable[int], **options: object) -> Request:
+    def make(token_ids: Iterable[int], **options: Any) -> Request:
         return Request(f"request-{next(count)}", list(token_ids), **options)
 
     return make

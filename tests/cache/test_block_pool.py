@@ -3,13 +3,14 @@
 import pytest
 
 from kvferry.cache import BlockPool, KVCacheBlocks
+from kvferry.cache.block_pool import KVCacheBlock
 
 
 def ids(blocks):
     return [block.block_id for block in blocks]
 
 
-def take_cached(pool, names, group_id=0):
+def take_cached(pool, names, group_id=0) -> list[KVCacheBlock]:
     """Takes one block per name, hashed under it."""
     blocks = pool.get_new_blocks(len(names))
     pool.cache_full_blocks(blocks, [name.encode() for name in names], 0, len(names), group_id)
@@ -86,6 +87,7 @@ def test_hit_leaves_the_free_list_from_any_place(name):
     pool = BlockPool(4)
     pool.free_blocks(take_cached(pool, "abc"))
     block = pool.get_cached_block(name.encode())
+    assert block is not None
     pool.touch([block])
     assert pool.get_free_block_ids() == [i for i in (1, 2, 3) if i != block.block_id]
     assert pool.get_num_free_blocks() == 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.cache import group_layers
+from kvferry.cache import MambaSpec, group_layers
 from kvferry.cache.cache_shape import CacheShape, LayerHeads
 from kvferry.topology import ParallelShape
 from kvferry.topology.states import state_part
@@ -54,6 +54,7 @@ def test_a_rank_of_several_has_some_channels_of_a_state_and_all_of_what_is_repli
     shape = CacheShape((STATES, FULL))
     for tp, channels in ((1, 8 * 16 + 32), (4, 2 * 16 + 32)):
         spec = shape.kv_cache_specs(16, "bfloat16", tp)["layer.0"]
+        assert isinstance(spec, MambaSpec)
         assert spec.shapes == ((channels, 3),)
 
 

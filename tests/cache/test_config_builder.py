@@ -170,7 +170,7 @@ def test_manager_takes_the_longest_request_from_the_smallest_pool(specs, length,
     limits = CacheLimits(length, step)
     with pytest.raises(ValueError, match="needs") as e:
         build_kv_cache_config(specs, 0, limits)
-    needed = int(re.search(r"needs (\d+)", str(e.value)).group(1))
+    (needed,) = map(int, re.findall(r"needs (\d+)", str(e.value)))
     config = build_kv_cache_config(specs, needed, limits)
     manager = KVCacheManager(config, length, enable_caching=caching)
     request = Request("r", list(range(length)))

@@ -35,7 +35,7 @@ class Outside:
     """A consumer that applies events to a set of hashes per group."""
 
     def __init__(self):
-        self.hits = [set() for _ in STRIDES]
+        self.hits: list[set[bytes]] = [set() for _ in STRIDES]
         self.blocks = {}  # (group, hash) → (hash before, tokens), as the requests have them
 
     def learn(self, request, group_id):
@@ -124,11 +124,13 @@ def test_neighbours_are_stored_in_one_event_and_removed_in_one():
     request = Request("r", range(8), hash_block_size=2)
     table = cache(pool, request)
     (stored,) = pool.take_events()
+    assert isinstance(stored, BlockStored)
     assert stored.block_hashes == request.block_hashes
     assert stored.parent_block_hash is None
     pool.free_blocks(reversed(table))
     pool.get_new_blocks(3)
     (removed,) = pool.take_events()
+    assert isinstance(removed, BlockRemoved)
     assert removed.block_hashes == request.block_hashes[:0:-1]
 
 
@@ -141,7 +143,7 @@ def test_stored_blocks_say_what_their_hashes_were_made_of():
     cache(pool, request, num_cached=1)
     (stored,) = pool.take_events()
     assert stored == BlockStored(
-        block_hashes=request.block_hashes[1:],
+        block_hashes=list(request.block_hashes[1:]),
         parent_block_hash=request.block_hashes[0],
         token_ids=list(range(2, 8)),
         block_size=2,
@@ -175,6 +177,7 @@ def test_failed_caching_tells_of_the_blocks_before_the_failure():
     with pytest.raises(ValueError, match="hashed already"):
         pool.cache_full_blocks(table, request.block_hashes, 0, 4, request=request)
     (stored,) = pool.take_events()
+    assert isinstance(stored, BlockStored)
     assert stored.block_hashes == request.block_hashes[:2]
     assert len(pool.cached_blocks()) == 3
 
@@ -188,7 +191,10 @@ def test_blocks_of_two_groups_are_removed_in_two_events():
         pool.free_blocks(table)
     pool.take_events()
     pool.get_new_blocks(2)
-    assert [event.group_idx for event in pool.take_events()] == [0, 1]
+    events = pool.take_events()
+    removed = [event for event in events if isinstance(event, BlockRemoved)]
+    assert removed == events
+    assert [event.group_idx for event in removed] == [0, 1]
 
 
 def test_wire_form_is_the_one_that_consumers_of_vllms_events_parse():

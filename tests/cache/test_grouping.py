@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.cache import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -19,7 +21,7 @@ from kvferry.cache import (
     group_layers,
 )
 
-BASE = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+BASE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 PAGE = 16 * 8 * 256 * 2
 FULL = FullAttentionSpec(**BASE)
 WINDOW = SlidingWindowSpec(**BASE, sliding_window=1024)
@@ -34,6 +36,11 @@ def named(*specs):
 def layers(groups):
     """Layer indices of each group."""
     return [[int(name.split(".")[1]) for name in group.layer_names] for group in groups]
+
+
+def full(spec):
+    assert isinstance(spec, FullAttentionSpec)
+    return spec
 
 
 def test_layers_that_are_all_alike_make_one_group():
@@ -56,7 +63,7 @@ def test_layers_of_one_type_with_pages_of_different_size_make_one_group():
     assert group.kv_cache_spec == UniformTypeKVCacheSpecs(16, specs)
     windows = [dataclasses.replace(FULL, sliding_window=size) for size in (8, 64)]
     (group,) = group_layers(named(*windows))
-    assert [group.layer_spec(name).sliding_window for name in group.layer_names] == [8, 64]
+    assert [group.layer_spec(name) for name in group.layer_names] == windows
 
 
 def test_hybrid_layers_are_dealt_out_so_that_each_stage_has_some_of_every_group():
@@ -127,7 +134,8 @@ def test_states_of_different_shape_are_padded_to_the_largest():
     ]
     groups = group_layers(named(*specs))
     assert [group.kv_cache_spec.page_size_bytes for group in groups] == [10, 10]
-    assert [group.kv_cache_spec.page_size_padded for group in groups] == [None, 10]
+    padded = dataclasses.replace(specs[1], page_size_padded=10)
+    assert [group.kv_cache_spec for group in groups] == [specs[0], padded]
 
 
 def test_pages_that_are_no_multiples_are_refused_with_what_to_change():
@@ -169,7 +177,7 @@ def test_without_hybrid_groups_layers_that_agree_keep_their_window():
 def test_without_hybrid_groups_different_windows_share_blocks():
     other = dataclasses.replace(WINDOW, sliding_window=64)
     (group,) = group_layers(named(WINDOW, FULL, other, CHUNK), hybrid=False)
-    specs = [group.layer_spec(name) for name in group.layer_names]
+    specs = [full(group.layer_spec(name)) for name in group.layer_names]
     assert [spec.sliding_window for spec in specs] == [1024, None, 64, None]
     assert [spec.attention_chunk_size for spec in specs] == [None, None, None, 8192]
 
@@ -228,6 +236,7 @@ def test_every_layer_is_in_one_group_of_its_kind_and_all_pages_are_equal(specs):
     assert len({group.kv_cache_spec.page_size_bytes for group in groups}) == 1
     for group in groups:
         kept = group.kv_cache_spec
+        assert isinstance(kept, AttentionSpec | MambaSpec)
         for name in group.layer_names:
             spec = specs[name]
             assert spec.slot_rule == kept.slot_rule
@@ -254,4 +263,4 @@ def test_groups_follow_the_order_of_the_model(order):
 
 def test_what_is_no_spec_is_named():
     with pytest.raises(ValueError, match="specs: 'a' has 3, which is no KVCacheSpec"):
-        group_layers({"a": 3})
+        group_layers({"a": 3})  # type: ignore[dict-item]

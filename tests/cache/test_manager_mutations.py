@@ -30,7 +30,7 @@ SEARCH = settings(
 
 SLOW = Path(__file__).parent / "slow"
 
-MISTAKES = {}
+MISTAKES: dict[str, tuple] = {}
 
 
 def mistake(owner, attribute, *families, is_rare=False, refused=None):
@@ -319,7 +319,7 @@ def test_machine_finds_a_mistake_made_on_purpose(name, family, monkeypatch):
     with pytest.raises((AssertionError, ValueError)) as found:
         run_state_machine_as_test(machine_of(FAMILIES[family]), settings=SEARCH)
     # What went wrong first: after it the machine's end often finds something too.
-    first = found.value
+    first: BaseException = found.value
     while first.__context__ is not None:
         first = first.__context__
     if family in refused:

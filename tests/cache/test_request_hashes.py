@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,7 +95,8 @@ def test_anything_with_the_attributes_of_an_input_will_do():
     class Feature:
         identifier, offset, length = "cat", 0, 2
 
-    assert Request("r", [1, 1], mm_inputs=[Feature()]).mm_inputs == (MultiModalInput("cat", 0, 2),)
+    like: Any = Feature()  # as an engine's own class is
+    assert Request("r", [1, 1], mm_inputs=[like]).mm_inputs == (MultiModalInput("cat", 0, 2),)
 
 
 @pytest.mark.parametrize(

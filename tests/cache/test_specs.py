@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -96,7 +97,7 @@ def test_bad_field_is_refused_by_name(change, message):
 def test_spec_is_frozen_and_can_be_replaced():
     spec = FullAttentionSpec(16, 8, 128, "bfloat16")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        spec.block_size = 32
+        spec.block_size = 32  # type: ignore[misc]
     assert dataclasses.replace(spec, block_size=32).page_size_bytes == 2 * spec.page_size_bytes
 
 
@@ -115,7 +116,7 @@ def test_limits_must_be_positive(field):
         CacheLimits(**{"max_model_len": 8, field: 0})
 
 
-BASE = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+BASE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(1, 5), st.booleans())
@@ -306,7 +307,7 @@ def test_merge_of_equal_specs_is_that_spec():
 
 @pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])
 def test_merge_of_full_attention_takes_the_window_that_some_layers_have(name):
-    plain, windowed = FullAttentionSpec(**BASE), FullAttentionSpec(**BASE, **{name: 64})
+    plain, windowed = FullAttentionSpec(**BASE), FullAttentionSpec(**(BASE | {name: 64}))
     assert FullAttentionSpec.merge([plain, windowed, plain]) == windowed
     assert FullAttentionSpec.merge([plain, plain]) == plain
 
@@ -386,6 +387,7 @@ SMALL, LARGE = FullAttentionSpec(4, 1, 8, "float32"), FullAttentionSpec(4, 3, 8,
 
 def test_uniform_group_has_the_pages_of_all_its_layers():
     spec = UniformTypeKVCacheSpecs.from_specs({"a": SMALL, "b": LARGE, "c": SMALL})
+    assert spec is not None
     assert spec.block_size == 4
     assert spec.page_size_bytes == 256 + 768 + 256
     assert spec.max_memory_usage_bytes(CacheLimits(9)) == 3 * 1280
@@ -435,7 +437,7 @@ def test_uniform_group_is_a_value():
     layers["c"] = SMALL
     assert set(spec.kv_cache_specs) == {"a", "b"}
     with pytest.raises(TypeError):
-        spec.kv_cache_specs["c"] = SMALL
+        spec.kv_cache_specs["c"] = SMALL  # type: ignore[index]
     for twin in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec)):
         assert twin == spec
         assert hash(twin) == hash(spec)
@@ -531,4 +533,4 @@ def test_kernel_blocks_divide_dense_pages():
 
 def test_a_state_without_a_shape_of_its_own_is_refused():
     with pytest.raises(ValueError, match=r"MambaSpec.shapes: \(3, 4\) is not one shape per state"):
-        MambaSpec(16, shapes=(3, 4), dtypes=("float32", "float32"))
+        MambaSpec(16, shapes=(3, 4), dtypes=("float32", "float32"))  # type: ignore[arg-type]

@@ -10,11 +10,13 @@ import pytest
 
 from benchmarks.peers.kvferry_peer import KvferryPeer
 from benchmarks.peers.peer import Allocation
-from benchmarks.peers.process import PeerProcess, ScriptOrder, TraceOrder
-from benchmarks.peers.script import Admit, Free, Grow, Loaded, Step, play
+from benchmarks.peers.process import start_peer
 from benchmarks.peers.setups import Group, Setup
-from benchmarks.peers.trace import Record
-from benchmarks.peers.workload import Workload, run
+from benchmarks.remote import Remote
+from tests.cache.agreement.peer import TracedPeer
+from tests.cache.agreement.script import Admit, Free, Grow, Loaded, Step, play
+from tests.cache.agreement.trace import Record
+from tests.cache.agreement.workload import Workload, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -22,8 +24,8 @@ SEEDS = range(3)
 
 
 @pytest.fixture(scope="module")
-def vllm() -> Iterator[PeerProcess]:
-    with PeerProcess("vllm") as process:
+def vllm() -> Iterator[Remote]:
+    with start_peer("vllm", TracedPeer) as process:
         yield process
 
 
@@ -124,12 +126,12 @@ def test_the_managers_leave_the_same_trace_when_loads_fill_a_part(vllm, name):
     assert any(record.op.startswith("loaded") for record in traces)
 
 
-def assert_same_traces(vllm: PeerProcess, setup: Setup, workloads: list[Workload]) -> list[Record]:
+def assert_same_traces(vllm: Remote, setup: Setup, workloads: list[Workload]) -> list[Record]:
     """The records of all workloads; fails at the first on which the managers do not agree."""
     records = []
     for workload in workloads:
         ours = run(KvferryPeer(setup), workload)
-        theirs = vllm.trace(TraceOrder(setup, workload))
+        theirs = vllm.call("trace", setup, workload)
         for number, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
             assert comparable(mine) == comparable(other), f"operation {number} of {workload}"
         assert len(ours) == len(theirs)
@@ -153,9 +155,9 @@ def comparable(record: Record) -> Record:
 # -- Where the managers part on purpose. Each test pins both sides: when vLLM changes, it fails.
 
 
-def both(vllm: PeerProcess, setup: Setup, *steps: Step) -> tuple[list[Record], list[Record]]:
+def both(vllm: Remote, setup: Setup, *steps: Step) -> tuple[list[Record], list[Record]]:
     """Our trace of the steps, and vLLM's."""
-    return play(KvferryPeer(setup), list(steps)), vllm.trace(ScriptOrder(setup, list(steps)))
+    return play(KvferryPeer(setup), list(steps)), vllm.call("script", setup, list(steps))
 
 
 def prompt(alike: int, own: int = 0) -> list[int]:
@@ -241,10 +243,10 @@ def test_a_window_must_fit_in_steps_as_large_as_the_first(vllm):
     """
     setup = setup_of((window(8),), 9)
     refused = Admit("a", prompt(64), Allocation(8, must_fit=True))
-    (ours,), (theirs,) = both(vllm, setup, refused)
-    assert ours.new == (2,)
-    assert theirs.new is None
-    steps = (Admit("a", prompt(64), Allocation(8)), *[Grow("a", 8)] * 7)
+    (admitted,), (denied,) = both(vllm, setup, refused)
+    assert admitted.new == (2,)
+    assert denied.new is None
+    steps: tuple[Step, ...] = (Admit("a", prompt(64), Allocation(8)), *[Grow("a", 8)] * 7)
     ours, theirs = both(vllm, setup, *steps)
     assert ours == theirs
     assert min(record.free for record in ours) == 8 - 4

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def kvferry(monkeypatch, capsys):
         try:
             run()
         except SystemExit as end:
-            code = end.code
+            code: Any = end.code
         else:
             code = 0
         captured = capsys.readouterr()

@@ -7,6 +7,7 @@ import secrets
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from kvferry.control.options import ControlOptions, CurveKeys, make_keys
 from kvferry.control.server import ControlServer
 from kvferry.errors import NotReadyError, PluginError
 from kvferry.explain.limits import TOKEN_BYTES, dial
+from kvferry.transports.regions import private_memory
 
 TINY = ("--model", "smollm2-135m", "--tokens", "40", "--block", "8")
 
@@ -42,6 +44,7 @@ def served(keys):
         text=True,
     ) as process:
         said = ""
+        assert process.stdout is not None
         for line in process.stdout:
             said += line
             if found := re.search(r"kvferry bench (\S+) \(Ctrl-C", line):
@@ -58,8 +61,9 @@ def described(address, keys):
     """What the serving side describes itself as, before and after a handshake."""
     curve = msgspec.json.decode(keys.read_bytes(), type=CurveKeys)
     options = ControlOptions(curve=curve)
-    theirs = bench._describe(address, options)
-    ours = bench._ours(theirs, dict.fromkeys(["tcp"]))
+    theirs = bench.describe_there(address, options)
+    offered: dict[str, Any] = dict.fromkeys(["tcp"])
+    ours = bench.describe_here(theirs, offered)
     with ControlClient(
         engine_id=ours.engine_id, incarnation=ours.incarnation, options=options
     ) as client:
@@ -110,7 +114,7 @@ def test_where_no_transport_reaches_the_error_tells_of_each(kvferry, served, key
 
 @pytest.mark.processes
 def test_wrong_cells_are_no_figure(kvferry, served, keys, monkeypatch):
-    monkeypatch.setattr(bench, "pattern", lambda nbytes: bench.private_memory(nbytes))
+    monkeypatch.setattr(bench, "pattern", private_memory)
     outcome = kvferry("bench", served, "--keys", keys, "--rounds", 1)
     assert outcome.code == 2
     assert "40 of 40 tokens differ" in outcome.err

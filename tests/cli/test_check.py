@@ -201,12 +201,14 @@ def test_the_answer_for_programs(kvferry, engine):
 
 def test_asking_changes_nothing_and_no_secret_is_told(kvferry, engine):
     from kvferry.control.client import fetch_descriptions
+    from kvferry.control.messages import DescriptionReply
 
     prefill, decode = engine("p0", "kv_producer"), engine("d0", "kv_consumer", weights="w9")
 
     kvferry("check", address(prefill), address(decode))
     (answer,) = fetch_descriptions([address(prefill)])
 
+    assert isinstance(answer, DescriptionReply)
     assert answer.role == "kv_producer"
     for rank in answer.description.ranks:
         assert rank.endpoints == {"shm": b"", "tcp": b""}

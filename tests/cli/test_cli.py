@@ -8,17 +8,33 @@ import stat
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvferry import __version__
-from kvferry.cluster import process
+from kvferry.integrations import releases
+from kvferry.serving import process
+from kvferry.topology.description import PROTOCOL_MAX, PROTOCOL_MIN
 
 
-def test_version(kvferry):
-    assert kvferry("--version").out == f"kvferry {__version__}\n"
+def test_version_tells_the_protocol_and_the_engines_too(kvferry, monkeypatch):
+    monkeypatch.setattr(releases, "packages_distributions", lambda: {"vllm": ["numpy", "numpy"]})
+    assert kvferry("--version").out.splitlines() == [
+        f"kvferry {__version__}",
+        f"control protocol {PROTOCOL_MIN} to {PROTOCOL_MAX}",
+        f"vLLM {releases.range_text(releases.VLLM)}; here: numpy {metadata.version('numpy')}",
+        f"SGLang {releases.range_text(releases.SGLANG)}; not installed here",
+    ]
+
+
+def test_version_says_which_engines_are_not_installed(kvferry, monkeypatch):
+    monkeypatch.setattr(releases, "packages_distributions", dict)
+    lines = kvferry("--version").out.splitlines()[2:]
+    assert len(lines) == len(releases.ENGINES)
+    assert all(line.endswith("; not installed here") for line in lines)
 
 
 def test_the_command_line_starts_without_heavy_modules():
@@ -180,7 +196,9 @@ def test_keys_are_readable_by_the_owner_alone_and_by_the_connector(kvferry, tmp_
     }
     assert all(f'{key} = "{value}"' in outcome.out for key, value in values.items())
     config = parse_struct(PullConfig, values, "extra")
-    assert len(config.key()) >= 32
+    key = config.key()
+    assert key is not None
+    assert len(key) >= 32
     assert config.curve() is not None
     assert (
         msgspec.json.decode((folder / "curve.json").read_bytes())["secret_key"] not in outcome.out
@@ -230,11 +248,31 @@ def test_status_shows_leases_and_errors(kvferry, control):
 
     assert outcome.code == 0, outcome.err
     assert "p7 (kv_producer), starting" in outcome.out
+    assert f"kvferry {__version__}" in outcome.out
     assert "no peers" in outcome.out
     row = next(line for line in outcome.out.splitlines() if "request-1" in line)
     assert "12" in row
     assert "nobody yet" in row
     assert "a [very] bad thing" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("serving_engine", "shown"),
+    [("SGLang 0.5.23", f"kvferry {__version__} in SGLang 0.5.23"), ("kvferry", "kvferry")],
+)
+def test_status_shows_the_serving_engine(kvferry, control, monkeypatch, serving_engine, shown):
+    from kvferry.control.client import fetch_status
+
+    report = fetch_status("127.0.0.1", control.port)
+    report = msgspec.structs.replace(report, serving_engine=serving_engine)
+    monkeypatch.setattr("kvferry.cli.status.fetch_status", lambda *_: report)
+
+    outcome = kvferry("status", f"127.0.0.1:{control.port}")
+
+    assert outcome.code == 0, outcome.err
+    line = " ".join(outcome.out.splitlines()[:2])
+    assert shown in line
+    assert ("in SGLang" in line) == (serving_engine != "kvferry")
 
 
 def test_what_a_stranger_says_forges_no_row_and_moves_no_cursor(kvferry, control):
@@ -350,6 +388,7 @@ def test_a_model_that_cannot_be_kept_is_converted_for_one_start(cluster_file, tm
         text=True,
         env=environment,
     ) as serving:
+        assert serving.stdout is not None
         assert any(line.startswith("OpenAI API at ") for line in serving.stdout)
         assert list(temporary.glob("kvferry-models-*/models/tiny-0-*/model.safetensors"))
         serving.send_signal(signal.SIGTERM)
@@ -389,6 +428,7 @@ def test_serve_answers_and_ends_cleanly_on_sigterm(cluster_file, tmp_path):
     ) as process:
         lines = []
         url = logs = ""
+        assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
             if line.startswith("logs: "):

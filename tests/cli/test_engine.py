@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import psutil
@@ -88,7 +89,7 @@ def ask(url):
 @pytest.mark.slow
 def test_engines_enter_a_router_come_back_when_they_die_and_leave_by_draining(file, start):
     router, log = start("router", "--port", "0")
-    url = until(lambda: re.search(r"http://127\.0\.0\.1:\d+(?=/v1 )", log.read_text()))[0]
+    (url, *_) = until(lambda: re.findall(r"http://127\.0\.0\.1:\d+(?=/v1 )", log.read_text()))
     prefill, _ = start("engine", str(file), "p0", "--router", url)
     decode, said = start("engine", str(file), "d0", "--router", url)
     until(lambda: states(url) == {"p0": "ready", "d0": "ready"})
@@ -153,8 +154,8 @@ def test_routers_are_told_at_once(monkeypatch):
         put = drain = delete = _told
 
     monkeypatch.setattr(command, "RouterClient", Client)
-    routers = command._Routers(["http://a", "http://b"], None, make_console())
-    engine = SimpleNamespace(role="decode", name="d0", url="http://d0")
+    routers = command.Routers(["http://a", "http://b"], None, make_console())
+    engine: Any = SimpleNamespace(role="decode", name="d0", url="http://d0")
     routers.enter(engine)
     routers.drain(engine)
     routers.leave(engine)

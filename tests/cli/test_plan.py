@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -442,7 +443,7 @@ def prefill_bytes(pair):
 
 def areas(root, side):
     """(rank that is shown, prefill rank whose colour it is) → area of the cells in the maps."""
-    found = defaultdict(float)
+    found: defaultdict[Any, float] = defaultdict(float)
     for rect in root.findall(f"{SVG}rect"):
         title = rect.find(f"{SVG}title")
         if title is None or rect.get("fill").startswith("url"):
@@ -487,7 +488,8 @@ def test_a_map_of_heads_leaves_recurrent_layers_out_and_says_so(drawn):
         layer
         for rect in root.findall(f"{SVG}rect")
         if (title := rect.find(f"{SVG}title")) is not None
-        for layer in re.search(r"layers ([\d, -]+),", title.text)[1].split(", ")
+        for layers in re.findall(r"layers ([\d, -]+),", title.text)
+        for layer in layers.split(", ")
     }
     assert layers == {"5", "15", "25", "35"}
     texts = [text.text for text in root.findall(f"{SVG}text")]
@@ -511,9 +513,9 @@ def test_cells_lie_in_their_rank_at_their_layers_and_heads(drawn):
         title = rect.find(f"{SVG}title")
         if title is None:
             continue
-        side, *numbers = places.match(title.text).groups()
-        rank, layer, last_layer, head, last_head = (int(n) if n else None for n in numbers)
-        last_head = head if last_head is None else last_head
+        ((side, *numbers),) = places.findall(title.text)
+        numbers[-1] = numbers[-1] or numbers[-2]  # of one head
+        rank, layer, last_layer, head, last_head = map(int, numbers)
         x, y, width, height = frames[first_of[side] + rank]
         expected = (
             x + width * head / 8,
@@ -561,7 +563,7 @@ def test_a_cluster_file_is_drawn_with_all_its_pairs(kvferry, cluster_file, tmp_p
     outcome = kvferry("plan", file, "--tokens", "64", "--picture", picture)
 
     assert f"picture: {picture}" in outcome.out
-    texts = [text.text for text in ET.parse(picture).getroot().findall(f"{SVG}text")]
+    texts = [text.text or "" for text in ET.parse(picture).getroot().findall(f"{SVG}text")]
     assert any(text.startswith("d0 reads 64 tokens of tiny from p0") for text in texts)
     assert any(text.startswith("<d&1> reads 64 tokens of tiny from p0") for text in texts)
 

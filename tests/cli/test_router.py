@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from kvferry.cli import members
-from kvferry.cluster.router_client import RouterClient
 from kvferry.errors import KVFerryError
+from kvferry.router.router_client import RouterClient
 
 COMMAND = [sys.executable, "-m", "kvferry.cli", "router"]
 
@@ -52,8 +52,7 @@ def test_it_serves_until_ctrl_c_and_says_which_servers_are_down(workers):
         (["--prefill", "http://a", "--control", "14579"], "'14579' is not host:port"),
         (["--all-addresses", "--prefill", "http://a", "--control", "a:1"], "several servers"),
         (["--workers", "65"], "less than or equal to 64"),
-        (["--cluster-key-file", "missing.key"], "give --at-once"),
-        (["--at-once=auto", "--cluster-key-file=missing.key"], "cannot be read"),
+        (["--cluster-key-file=missing.key"], "cannot be read"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
@@ -85,7 +84,7 @@ def running():
     """A router without engines; returns how its commands are called."""
     with subprocess.Popen([*COMMAND, "--port", "0"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        said, url = "", None
+        said = url = ""
         for line in process.stdout:
             said += line
             if found := re.search(r"http://127\.0\.0\.1:\d+(?=/v1 )", line):
@@ -113,7 +112,7 @@ def test_engines_are_entered_shown_drained_and_forgotten(running):
     )
     running("add", "prefill", "http://127.0.0.1:9")
     shown = running("list").stdout
-    assert re.search(r"decode +│ d0 +│ down +│ 0 +│ 0 +│ http://127\.0\.0\.1:9 ", shown), shown
+    assert re.search(r"decode +│ d0 +│ +│ down +│ 0 +│ 0 +│ http://127\.0\.0\.1:9 ", shown), shown
     assert "127.0.0.1:9" in shown
 
     drained = running("drain", "decode", "d0")
@@ -175,4 +174,4 @@ def test_an_engine_that_was_entered_again_while_it_drained_is_not_said_to_have(m
     monkeypatch.setattr(members, "RouterClient", Router)
     monkeypatch.setattr(members, "POLL_S", 0.0)
     with pytest.raises(KVFerryError, match="'d0' is ready: somebody has entered it again"):
-        members.drain("decode", "d0", "http://a", None, 60.0)
+        members.drain(members.Role.DECODE, "d0", "http://a", None, 60.0)

@@ -1,27 +1,30 @@
 """``kvferry top``: a snapshot of a cluster in a terminal."""
 
 import json
+from typing import Any
 
 import pytest
 
 from kvferry.cli.top import MOST_SNAPSHOTS
-from kvferry.cluster.router_client import RouterClient
-from kvferry.cluster.snapshot import (
+from kvferry.errors import PeerLostError
+from kvferry.router.router_client import RouterClient
+from kvferry.router.snapshot import (
     EngineView,
     FailureView,
     LeaseView,
     LoadView,
     PairView,
-    RequestView,
+    ShownRequest,
     Snapshot,
 )
-from kvferry.errors import PeerLostError
 
 HOSTILE = "[red]x\x1b[2J\n┃ forged ┃"
 
 
 def snapshot(**tables):
-    empty = {name: [] for name in ("engines", "pairs", "leases", "loads", "failures", "requests")}
+    empty: dict[str, Any] = {
+        name: [] for name in ("engines", "pairs", "leases", "loads", "failures", "requests")
+    }
     return Snapshot(time=1e9, left_out=tables.pop("left_out", {}), **{**empty, **tables})
 
 
@@ -58,17 +61,24 @@ def row(outcome, word):
 
 
 def test_once_shows_the_first_snapshot_that_can_tell_rates(shown):
-    pair = {"source": "p0", "target": "d0", "transport": "tcp", "loaded_bytes": 4096}
+    pair: dict[str, Any] = {
+        "source": "p0",
+        "target": "d0",
+        "transport": "tcp",
+        "loaded_bytes": 4096,
+    }
     outcome = shown(
         snapshot(),
         snapshot(pairs=[PairView(**pair)]),
-        snapshot(engines=[engine(running=2, waiting=0, free_blocks=7, blocks=9)],
+        snapshot(engines=[engine(running=2, waiting=0, free_blocks=7, blocks=9,
+                                 kind="sglang 0.5.23")],
                  pairs=[PairView(**pair, bytes_per_s=2048.0)]),
     )  # fmt: skip
 
     assert outcome.code == 0, outcome.err
     assert row(outcome, "tcp") == ["p0", "d0", "tcp", "2.0 KiB/s", "4.0 KiB"]
-    assert row(outcome, "ready") == ["p0", "prefill", "ready", "3", "2", "0", "–", "–", "7 of 9"]
+    counts = ["3", "2", "0", "–", "–", "7 of 9"]
+    assert row(outcome, "ready") == ["p0", "sglang 0.5.23", "prefill", "ready", *counts]
     for table in ("leases", "loads", "failures", "requests"):
         assert f"no {table}" in outcome.out
 
@@ -89,7 +99,7 @@ def test_every_table_has_its_rows(shown):
         loads=[LoadView(engine="d0", source="p0", request_id="r2", bytes_done=1, bytes_total=4,
                         age_s=1.0, progress_s=0.5)],
         failures=[FailureView(time=1e9, engine="", message="503: no engine")],
-        requests=[RequestView(request_id="r3", path="/v1", started=1e9, seconds=2.0, is_open=True,
+        requests=[ShownRequest(request_id="r3", path="/v1", started=1e9, seconds=2.0, is_open=True,
                               engines=["p0", "d0"], error="")],
         left_out={"leases": 17},
     )  # fmt: skip

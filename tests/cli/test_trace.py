@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from kvferry.errors import DecodeError
 @pytest.fixture
 def engines():
     """The control channels of a source ``p7`` and a target ``d9``."""
-    options = {"incarnation": "1", "leases": LeaseTable(max_blocks=9)}
+    options: dict[str, Any] = {"incarnation": "1", "leases": LeaseTable(max_blocks=9)}
     with (
         ControlServer(engine_id="p7", role="kv_producer", **options) as source,
         ControlServer(engine_id="d9", role="kv_consumer", **options) as target,

@@ -1,6 +1,7 @@
 """How ``kvferry plan`` tells by which way cells come over each transport, and why."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -103,7 +104,7 @@ def test_a_conversion_is_staged_over_everything(kvferry, planned):
 
 
 def test_short_segments_are_placed_where_staging_brings_no_longer_ones():
-    lengths = {"device": "cpu", "conversion": None, "segment_bytes": 512}
+    lengths: dict[str, Any] = {"device": "cpu", "conversion": None, "segment_bytes": 512}
     nixl = transport_class("nixl")
     assert choose_way(nixl, source_bytes=512, **lengths).placed
     assert not choose_way(nixl, source_bytes=8192, **lengths).placed

@@ -20,20 +20,29 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.cluster import web
-from kvferry.cluster.answer import TextCodec
 from kvferry.cluster.engine_server import EngineServer
-from kvferry.cluster.messages import EngineAddress, RouterSettings
-from kvferry.cluster.router import Router
-from kvferry.control.tracing import Spans
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.weights_sources import write_tiny_tokenizer
+from kvferry.observe.spans import Spans
+from kvferry.router import engine_client, health, members
+from kvferry.router.answer import TextCodec
+from kvferry.router.router import Router
+from kvferry.serving import web
+from kvferry.serving.messages import EngineAddress, Role, RouterSettings
 from kvferry.testing.waiting import WAIT_S, until
 from tests.engine.simulated import open_simulated
 
 EOS = 256
 """Id after the 256 bytes."""
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, an engine that is well may take seconds to answer a health check."""
+    monkeypatch.setattr(engine_client, "CONNECT_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(health, "CHANNEL_S", WAIT_S)
+    monkeypatch.setattr(members, "MEETING_WAIT_S", WAIT_S)
 
 
 def leave(client: httpx.Client, when: Callable[[], Any], **body: Any) -> None:
@@ -51,7 +60,7 @@ class FakeEngine:
     """Answers like an engine: the tokens that follow the prompt in its script."""
 
     name: str
-    role: str
+    role: Role
     script: list[int] = field(default_factory=list)
     """Tokens of the answer; drawn by how many of them the prompt already ends with."""
     prompt: list[int] = field(default_factory=list)
@@ -99,7 +108,8 @@ class FakeEngine:
     is_slow: bool = False
     """Whether it takes connections and answers nothing but completions."""
     probes: Counter[Any] = field(default_factory=Counter)
-    """Health checks by the connection that they came on."""
+    """Health checks by the connection that they came on; a slow engine has not answered the last
+    one."""
     metrics: str = ""
     """What its ``/metrics`` says."""
     hangs_at_metrics: bool = False
@@ -144,8 +154,8 @@ class FakeEngine:
         return Response(self.metrics, media_type="text/plain; version=0.0.4")
 
     async def _health(self, request: Request) -> Response:
-        await self._until_quick()
         self.probes[request.client] += 1
+        await self._until_quick()
         if self.unwell:
             return JSONResponse({"error": {"message": self.unwell, "code": "StuckStepError"}}, 503)
         return JSONResponse(self.tells, 200 if self.healthy else 503)
@@ -170,7 +180,7 @@ class FakeEngine:
             return JSONResponse({"error": error}, status)
         if (body.get("kv_transfer_params") or {}).get("only_cached"):
             return JSONResponse(self._lend())
-        tokens, reason = self._draw(body)
+        tokens, reason = self.draw(body)
         if body["stream"]:
             return StreamingResponse(self._events(tokens, reason), media_type="text/event-stream")
         choice = {"index": 0, "token_ids": tokens, "finish_reason": reason}
@@ -185,13 +195,14 @@ class FakeEngine:
         return {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
     def _lend(self) -> dict[str, Any]:
-        lent = {"do_remote_prefill": bool(self.lends), "remote_num_tokens": self.lends}
+        lent: dict[str, Any] = {"do_remote_prefill": bool(self.lends)}
+        lent["remote_num_tokens"] = self.lends
         if self.lends:
             lent["ticket"] = f"lent by {self.name}"
         choice = {"index": 0, "token_ids": [], "finish_reason": "length"}
         return {"choices": [choice], "kv_transfer_params": lent}
 
-    def _draw(self, body: dict[str, Any]) -> tuple[list[int], str]:
+    def draw(self, body: dict[str, Any]) -> tuple[list[int], str]:
         assert body["prompt"][: len(self.prompt)] == self.prompt
         drawn = len(body["prompt"]) - len(self.prompt)
         assert body["prompt"][len(self.prompt) :] == self.script[:drawn]
@@ -243,7 +254,7 @@ class Servers:
         )
         server = uvicorn.Server(config)
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         future = asyncio.run_coroutine_threadsafe(server.serve([listener]), self._loop)
         self._running.append((server, future, listener))
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -254,11 +265,11 @@ class Servers:
             server, future, listener = entry
             if not url.endswith(f":{listener.getsockname()[1]}"):
                 continue
-            asyncio.run_coroutine_threadsafe(_abort_connections(server), self._loop).result(600)
+            asyncio.run_coroutine_threadsafe(_abort_connections(server), self._loop).result(WAIT_S)
             server.should_exit = True
-            future.result(600)
+            future.result(WAIT_S)
             # Those too that were made meanwhile.
-            asyncio.run_coroutine_threadsafe(_abort_connections(server), self._loop).result(600)
+            asyncio.run_coroutine_threadsafe(_abort_connections(server), self._loop).result(WAIT_S)
             listener.close()
             self._running.remove(entry)
 
@@ -272,11 +283,11 @@ class Servers:
     def close(self) -> None:
         self.end_all()
         for _, future, listener in self._ending:
-            future.result(600)
+            future.result(WAIT_S)
             listener.close()
-        asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result(600)
+        asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result(WAIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(WAIT_S)
         self._loop.close()
 
 
@@ -384,8 +395,7 @@ def make_setup(
             fake.is_slow = slow
             fake.url = servers.start(fake.app())
         addresses = tuple(
-            EngineAddress(name=fake.name, role=fake.role, url=fake.url)  # type: ignore[arg-type]
-            for fake in fakes
+            EngineAddress(name=fake.name, role=fake.role, url=fake.url) for fake in fakes
         )
         settings.setdefault("operator_key", "operator")
         router = Router(

@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from kvferry.cluster.connections import Connections
+from kvferry.serving.connections import Connections
 from tests.fuzzing import damaged, nearly_value
 
 

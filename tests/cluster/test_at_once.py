@@ -6,26 +6,33 @@ import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import msgspec
 import pytest
 import torch
 
-from kvferry.cluster.engines import Engine, EngineDownError, Reply
 from kvferry.cluster.launcher import Cluster
-from kvferry.cluster.members import EnginePool, NoEngineError
-from kvferry.cluster.openai import ApiError, parse_completion
-from kvferry.cluster.prefill_decode import PrefillDecode, TokenRequest
-from kvferry.cluster.tries import StartAgainError
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.control.client import fetch_status
 from kvferry.control.tickets import read_transfer
-from kvferry.control.tracing import RequestSpan
 from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
 from kvferry.errors import TicketForgedError
+from kvferry.observe.spans import RequestSpan
+from kvferry.router.choice import Chooser
+from kvferry.router.engine_client import EngineClient
+from kvferry.router.engines import Engine
+from kvferry.router.hand_over import HandOver, Loan
+from kvferry.router.health import Status, Told
+from kvferry.router.members import EnginePool, NoEngineError
+from kvferry.router.replies import EngineDownError, Reply
+from kvferry.router.token_request import TokenRequest
+from kvferry.serving.messages import Role
+from kvferry.serving.openai import ApiError, parse_completion
 from kvferry.testing.waiting import WAIT_S, until
 from tests.cluster.conftest import leave
 
@@ -33,6 +40,10 @@ KEY = b"k" * 32
 CONTROL = "127.0.0.1:14579"
 
 # ---- the router, before engines that are played --------------------------------------------------
+
+
+def is_probed(engine, count):
+    return engine.probes.total() >= count
 
 
 @pytest.fixture
@@ -48,7 +59,7 @@ def at_once(make_setup):
             engine.tells["at_once"] = engine.role in knows
         seen = [engine.probes.total() for engine in setup.engines]
         for engine, before in zip(setup.engines, seen, strict=True):
-            until(lambda engine=engine, before=before: engine.probes.total() > before + 1)
+            until(partial(is_probed, engine, before + 2))
         return setup
 
     return make
@@ -186,13 +197,13 @@ def test_where_the_decode_engine_draws_another_first_token_all_goes_on_from_the_
     with setup.client.stream("POST", "/v1/completions", json=body) as response:
         lines = (line[6:] for line in response.iter_lines() if line.startswith("data: {"))
         texts = [json.loads(next(lines))["choices"][0]["text"]]
-        draw = decode._draw
+        draw = decode.draw
 
         def then(_body):
-            decode._draw = draw
+            decode.draw = draw
             return list(b"Jello"), "length"
 
-        decode._draw = then
+        decode.draw = then
         decode.release.set()
         texts += [json.loads(line)["choices"][0]["text"] for line in itertools.islice(lines, 4)]
     assert "".join(texts) == "Hello"
@@ -223,7 +234,7 @@ def name_channels(setup, *engines):
         assert answer.status_code == 200, answer.text
     seen = [engine.probes.total() for engine in engines]
     for engine, before in zip(engines, seen, strict=True):
-        until(lambda engine=engine, before=before: engine.probes.total() > before + 1)
+        until(partial(is_probed, engine, before + 2))
 
 
 def test_of_foreign_engines_the_decode_engine_draws_all(make_setup, clients):
@@ -231,7 +242,7 @@ def test_of_foreign_engines_the_decode_engine_draws_all(make_setup, clients):
     (prefill,), (decode,) = setup.prefill, setup.decode
     name_channels(setup, prefill, decode)
     decode.hang = True
-    decode._draw = lambda _body: (list(b"Jello"), "length")
+    decode.draw = lambda _body: (list(b"Jello"), "length")
     answer = clients.submit(setup.complete, max_tokens=5)
     until(lambda: prefill.bodies and decode.bodies)
     decode.release.set()
@@ -299,8 +310,9 @@ class PlayedEngine(Engine):
     """Says one thing once its gate opens, without another wait."""
 
     def __init__(self, name, says):
-        super().__init__(name, f"http://{name}", "decode", None, control=CONTROL)
-        self.healthy = self.at_once = self.is_ours = True
+        super().__init__(name, f"http://{name}", "decode", EngineClient({}))
+        self.health.told = Told(control=CONTROL, at_once=True, is_ours=True, max_model_len=512)
+        self.health.status = Status(healthy=True)
         self.says, self.gate, self.is_asked = says, asyncio.Event(), False
         self.taken_back = []
 
@@ -324,15 +336,21 @@ def one_token(finish_reason):
     return msgspec.convert({"choices": [choice]}, Reply)
 
 
+BY_REQUESTS = cast(
+    Chooser, SimpleNamespace(choose=lambda *_, **__: None, computed=lambda *_, **__: None)
+)
+"""A chooser that knows nothing of what engines have."""
+
+
 def pools_of(*engines):
-    roles = ("prefill", "decode")
+    roles: tuple[Role, Role] = ("prefill", "decode")
     return [
         EnginePool(role, 60.0, engines=[engine])
         for role, engine in zip(roles, engines, strict=True)
     ]
 
 
-def request_of(prompt):
+def request_of(prompt, chooser=BY_REQUESTS):
     generation = parse_completion({"prompt": prompt, "max_tokens": 5, "temperature": 0})
     return TokenRequest(
         request_id="r",
@@ -341,6 +359,7 @@ def request_of(prompt):
         prompt=tuple(prompt),
         sampling=generation.sampling,
         generation=generation,
+        chooser=chooser,
     )
 
 
@@ -363,7 +382,8 @@ def test_auto_has_both_work_where_much_moves_while_it_is_computed(
     ):
         for count in (100, tokens):  # what the shortest prompt takes does not count
             work.line.note(count, 1.0 + count * seconds / tokens)
-    pair = PrefillDecode(*pools_of(*engines), at_once="auto")._pair(request_of([1] * tokens))
+    ways = HandOver(*pools_of(*engines), at_once="auto")
+    pair = ways.pair(request_of([1] * tokens))
     assert (asyncio.run(pair) is not None) == is_right
 
 
@@ -374,7 +394,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_loan_is_given_back_where_the_engines_that_were_chosen_cannot_be_had(leaves):
+def test_a_loan_is_given_back_where_the_engines_that_were_chosen_cannot_be_had(leaves, monkeypatch):
     """The decode engine is slow, and looked at again; it has gone, or the client goes meanwhile."""
 
     async def play():
@@ -382,19 +402,20 @@ def test_a_loan_is_given_back_where_the_engines_that_were_chosen_cannot_be_had(l
         lender = PlayedEngine("lender", Reply(kv_transfer_params=loan))
         lender.gate.set()
         prefill, decode = (PlayedEngine(name, None) for name in ("prefill", "decode"))
-        decode.healthy, decode.is_slow = False, True
+        decode.health.status = Status(is_slow=True)
 
         async def probe():
             if leaves:
                 await asyncio.Event().wait()
-            decode.down("it has gone", reached=True)
+            decode.health.down("it has gone", reached=True)
 
-        decode.probe = probe
+        monkeypatch.setattr(decode.health, "probe", probe)
         begin = SimpleNamespace(lender=lender, cached=0, borrowed=64)
         route = SimpleNamespace(begin=begin, prefill=prefill, decode=decode, held=0)
         chooser = SimpleNamespace(choose=lambda *_, **__: route, borrowed=lambda *_: None)
-        ways = PrefillDecode(*pools_of(prefill, decode), chooser, at_once="always")
-        answer = asyncio.create_task(anext(ways.run(request_of([1] * 100), 60.0)))
+        pools = pools_of(prefill, decode)
+        ways = HandOver(*pools, at_once="always")
+        answer = asyncio.create_task(anext(ways.run(request_of([1] * 100, cast(Chooser, chooser)))))
         if leaves:
             await asyncio.sleep(0.05)
             answer.cancel()
@@ -406,28 +427,29 @@ def test_a_loan_is_given_back_where_the_engines_that_were_chosen_cannot_be_had(l
     asyncio.run(play())
 
 
-def test_an_engine_that_comes_back_in_place_of_the_chosen_one_need_not_know_how():
+def test_an_engine_that_comes_back_in_place_of_the_chosen_one_need_not_know_how(monkeypatch):
     async def play():
         slow, foreign, decode = (PlayedEngine(name, None) for name in ("a", "b", "d"))
-        slow.healthy, slow.is_slow = False, True
-        foreign.healthy = foreign.at_once = foreign.is_ours = False
-        foreign.last_error = "it was down"
+        slow.health.status = Status(is_slow=True)
+        foreign.health.told = Told(control=CONTROL)
+        foreign.health.status = Status(last_error="it was down")
 
         async def probe():
-            foreign.up()
+            foreign.health.up()
 
-        foreign.probe, slow.probe = probe, asyncio.Event().wait
+        monkeypatch.setattr(foreign.health, "probe", probe)
+        monkeypatch.setattr(slow.health, "probe", asyncio.Event().wait)
         prefills, decodes = pools_of(slow, decode)
         prefills.engines.append(foreign)
-        ways = PrefillDecode(prefills, decodes, at_once="always")
-        assert await ways._pair(request_of([1] * 100)) is None
-        assert foreign.healthy
+        ways = HandOver(prefills, decodes, at_once="always")
+        assert await ways.pair(request_of([1] * 100)) is None
+        assert foreign.status.healthy
         await slow.aclose()
 
     asyncio.run(play())
 
 
-def test_a_client_that_goes_away_while_engines_are_told_to_end_leaves_nothing_lent():
+def test_a_client_that_goes_away_while_engines_are_told_to_end_leaves_nothing_lent(monkeypatch):
     async def play():
         says = {"prefill": None, "decode": ApiError(400, "it refuses")}
         prefill, decode = (PlayedEngine(name, said) for name, said in says.items())
@@ -441,9 +463,10 @@ def test_a_client_that_goes_away_while_engines_are_told_to_end_leaves_nothing_le
                 ending.set()
                 await asyncio.sleep(0.01)
 
-        prefill.complete = complete
-        ways = PrefillDecode(*pools_of(prefill, decode), at_once="always")
-        answer = asyncio.create_task(anext(ways._both(request_of([1, 2]), prefill, decode, None)))
+        monkeypatch.setattr(prefill, "complete", complete)
+        pools = pools_of(prefill, decode)
+        ways = HandOver(*pools, at_once="always")
+        answer = asyncio.create_task(anext(ways.both(request_of([1, 2]), prefill, decode, Loan())))
         await asyncio.wait_for(ending.wait(), WAIT_S)
         answer.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -455,31 +478,33 @@ def test_a_client_that_goes_away_while_engines_are_told_to_end_leaves_nothing_le
 
 
 @pytest.mark.parametrize("fails", FAILURES)
-def test_a_token_that_is_drawn_beside_an_error_reaches_the_client(fails):
-    """Whoever goes on takes it for told: it stands in ``drawn``."""
+def test_a_token_that_is_drawn_beside_an_error_counts_if_the_client_gets_it(fails):
+    """Whoever goes on takes what stands in ``drawn`` for told. A decode engine that has begun needs
+    no prefill engine."""
 
     async def play():
         says = {"prefill": one_token("length"), "decode": one_token(None)}
         says[fails] = FAILURES[fails]
         prefill, decode = both = [PlayedEngine(name, said) for name, said in says.items()]
-        request, ways = request_of([1, 2]), PrefillDecode(*pools_of(*both), at_once="always")
-        replies = ways._both(request, prefill, decode, None)
-        told = []
-
-        async def consume():
-            async for reply in replies:
-                told.extend(reply.token_ids)
-
-        client = asyncio.create_task(consume())
+        request = request_of([1, 2])
+        ways = HandOver(*pools_of(*both), at_once="always")
+        replies = ways.both(request, prefill, decode, Loan())
+        client = asyncio.create_task(anext(replies))
         while not (client.done() or all(engine.is_asked for engine in both)):
             await asyncio.sleep(0)
         for engine in sorted(both, key=lambda engine: engine.name != fails):
             engine.gate.set()  # it speaks before anybody has heard the other
-        with pytest.raises((ApiError, StartAgainError)):
-            await client
-        return told, request.drawn
+        if fails == "decode":
+            with pytest.raises(ApiError):
+                await client
+            assert not request.drawn
+            assert prefill.taken_back
+        else:
+            assert (await client).token_ids == request.drawn == [7]
+            await replies.aclose()
+            assert not prefill.taken_back
 
-    assert asyncio.run(play()) == ([7], [7])
+    asyncio.run(play())
 
 
 # ---- reference engines of unequal shapes ---------------------------------------------------------

@@ -3,22 +3,27 @@
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
+import msgspec
 import pytest
 
 from kvferry.cache.events import BlockRemoved, BlockStored
-from kvferry.cluster import pace
-from kvferry.cluster.choice import Chooser
-from kvferry.cluster.engines import Engine, Reply
-from kvferry.cluster.lists import engines_in
-from kvferry.cluster.members import EnginePool
-from kvferry.cluster.messages import KVEventsPlace
-from kvferry.cluster.metrics import RouterMetrics
-from kvferry.cluster.pace import HALF_LIFE_S, Line, Pace
-from kvferry.cluster.prefixes import Prompt, SentPrompts
 from kvferry.config import KVEventsConfig
 from kvferry.control.cache_events import CacheEventPublisher
 from kvferry.errors import ConfigError
+from kvferry.router import pace
+from kvferry.router.choice import Chooser
+from kvferry.router.engine_client import EngineClient
+from kvferry.router.engines import Engine
+from kvferry.router.health import Told
+from kvferry.router.lists import engines_in
+from kvferry.router.members import EnginePool, Members
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.pace import HALF_LIFE_S, FittedLine, Pace
+from kvferry.router.prefixes import Prompt, SentPrompts
+from kvferry.router.replies import Reply
+from kvferry.serving.messages import KVEventsPlace
 from kvferry.testing.waiting import WAIT_S, until
 
 PROMPT = "a prompt of forty-two characters, to route"
@@ -29,7 +34,7 @@ TOKENS = list(PROMPT.encode())
 
 
 def test_line_begins_with_its_guess_and_follows_what_it_sees():
-    line = Line(1.0, 0.5)
+    line = FittedLine(1.0, 0.5)
     assert (line.seconds(4), line.is_known(0.0)) == (3.0, False)
     for count in (10, 20, 40):
         line.note(count, 0.1 + 0.01 * count, now=0.0)
@@ -38,7 +43,7 @@ def test_line_begins_with_its_guess_and_follows_what_it_sees():
 
 
 def test_line_forgets_after_a_while_and_is_no_longer_known():
-    line = Line(1.0, 0.5)
+    line = FittedLine(1.0, 0.5)
     line.note(10, 5.0, now=0.0)
     for _ in range(3):
         line.note(10, 1.0, now=10 * HALF_LIFE_S)
@@ -49,15 +54,17 @@ def test_line_forgets_after_a_while_and_is_no_longer_known():
 
 
 def test_counts_that_are_all_alike_leave_the_guess_of_each():
-    line = Line(1.0, 0.01)
+    line = FittedLine(1.0, 0.01)
     for _ in range(3):
         line.note(100, 1.5, now=0.0)
-    assert line.both == (pytest.approx(0.5), 0.01)
+    base, each = line.both
+    assert base == pytest.approx(0.5)
+    assert each == 0.01
 
 
 @pytest.mark.parametrize("samples", [[(10, 3.0), (20, 1.0)], [(0, 0.0), (10, 9.0), (11, 30.0)]])
 def test_no_line_is_negative(samples):
-    line = Line(1.0, 0.01)
+    line = FittedLine(1.0, 0.01)
     for count, seconds in samples:
         line.note(count, seconds, now=0.0)
     assert min(line.both) >= 0
@@ -83,11 +90,11 @@ def test_engine_that_was_not_measured_is_taken_to_be_like_the_others(monkeypatch
     first, second = Pace(shared), Pace(shared)
     guess = second.computing.cost(1000)
     for count in (100, 200):
-        first.computing._shared.note(count, 7.0)
-        first.computing._own.note(count, 7.0)
+        first.computing.shared.note(count, 7.0)
+        first.computing.own.note(count, 7.0)
     assert first.computing.cost(1000) == pytest.approx(second.computing.cost(1000))
     assert second.computing.cost(1000) != guess
-    second.computing._own.note(1, 100.0)
+    second.computing.own.note(1, 100.0)
     assert second.computing.cost(1000)[1] > first.computing.cost(1000)[1]
 
 
@@ -103,8 +110,8 @@ def test_requests_under_way_always_count_for_something(monkeypatch):
 # ---- what is chosen -----------------------------------------------------------------------------
 
 
-class Members:
-    """Two pools of healthy engines, and an index by hand."""
+class FakeMembers:
+    """Two pools of healthy engines, and an index by hand, whose places are names."""
 
     def __init__(self, prefills, decodes, has, kv_role=None):
         self.prefill = EnginePool("prefill", 1.0)
@@ -112,9 +119,10 @@ class Members:
         for pool, count in ((self.prefill, prefills), (self.decode, decodes)):
             for number in range(count):
                 name = f"{pool.role[0]}{number}"
-                engine = Engine(name, f"http://{name}", pool.role, None)
-                engine.up()
-                engine.kv_events, engine.kv_role = engine.name, kv_role
+                engine = Engine(name, f"http://{name}", pool.role, EngineClient({}))
+                engine.health.up()
+                place = cast(KVEventsPlace, name)
+                engine.health.told = Told(kv_events=place, kv_role=kv_role)
                 pool.engines.append(engine)
         self.has = has
         self.index = self
@@ -136,10 +144,15 @@ class Holding:
         return self.count
 
 
+def chooser_of(members, direct_tokens):
+    """A chooser to which the fake stands for the router's own members."""
+    return Chooser(cast(Members, members), RouterMetrics(()), direct_tokens)
+
+
 def choose(has, *, prefills=2, decodes=2, tokens=1000, direct_tokens=512, change=lambda _: None):
-    members = Members(prefills, decodes, has)
+    members = FakeMembers(prefills, decodes, has)
     change(members)
-    chooser = Chooser(members, RouterMetrics(()), direct_tokens)
+    chooser = chooser_of(members, direct_tokens)
     route = chooser.choose("r", range(tokens), set())
     return route and (route.prefill and route.prefill.name, route.decode.name)
 
@@ -185,8 +198,8 @@ def test_session_leaves_a_decode_engine_that_answers_many():
 
 def test_engines_that_are_not_fit_are_not_chosen():
     def leave(members):
-        members["p1"].is_leaving = True
-        members["d1"].down("gone", reached=True)
+        members["p1"].health.is_leaving = True
+        members["d1"].health.down("gone", reached=True)
 
     assert choose({"p1": 800, "d1": 999}, change=leave) == ("p0", "d0")
 
@@ -197,8 +210,8 @@ def test_nothing_is_chosen_without_engines_of_both_roles():
 
 
 def test_last_token_is_computed_even_if_it_is_cached():
-    members = Members(1, 1, {"d0": 1000})
-    route = Chooser(members, RouterMetrics(()), 512).choose("r", range(1000), set())
+    members = FakeMembers(1, 1, {"d0": 1000})
+    route = chooser_of(members, 512).choose("r", range(1000), set())
     assert (route.prefill, route.begin.cached, route.begin.computed, route.moved) == (
         None,
         999,
@@ -208,9 +221,9 @@ def test_last_token_is_computed_even_if_it_is_cached():
 
 
 def route_of(has, tokens=1000, direct_tokens=512, change=lambda _: None):
-    members = Members(2, 2, has, "kv_both")
+    members = FakeMembers(2, 2, has, "kv_both")
     change(members)
-    chooser = Chooser(members, RouterMetrics(()), direct_tokens)
+    chooser = chooser_of(members, direct_tokens)
     return chooser.choose("r", range(tokens), set())
 
 
@@ -247,8 +260,9 @@ def test_busy_prefill_engine_lends_what_it_has_to_a_decode_engine():
 )
 def test_only_engines_that_may_lend_and_load_do_so(name, role):
     def change(members):
-        members["p1"].is_leaving = True
-        members[name].kv_role = role
+        members["p1"].health.is_leaving = True
+        health = members[name].health
+        health.told = msgspec.structs.replace(health.told, kv_role=role)
 
     assert route_of({"d1": 900}, direct_tokens=0, change=change).begin.lender is None
 
@@ -343,9 +357,9 @@ def test_decode_engine_that_has_the_beginning_computes_the_rest(make_setup, publ
 def test_what_was_chosen_and_what_not_is_logged(make_setup, publish, caplog):
     setup = make_setup(1, 1, explain=True)
     publish(setup, setup.decode[0], 40)
-    with caplog.at_level(logging.INFO, logger="kvferry.cluster.choice"):
+    with caplog.at_level(logging.INFO, logger="kvferry.router.choice"):
         response = ask(setup)
-    (text,) = [r.message for r in caplog.records if r.name == "kvferry.cluster.choice"]
+    (text,) = [r.message for r in caplog.records if r.name == "kvferry.router.choice"]
     assert text.startswith(f"request {response.headers['x-request-id']}: directly d0: 40 of 42")
     assert "\n    not p0 > d0: 0 of 42 tokens cached, 42 computed, 2 moved; queue " in text
 

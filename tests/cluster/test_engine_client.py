@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.cluster import engine_client
-from kvferry.cluster.engine_client import ClientError, EngineClient, Response
-from kvferry.cluster.engines import NOT_REACHED, Engine
+from kvferry.router import engine_client
+from kvferry.router.engine_client import ClientError, EngineClient, Response
+from kvferry.router.engines import Engine
+from kvferry.router.health import NOT_REACHED
 from kvferry.testing.waiting import WAIT_S
 
 Talk = Callable[[EngineClient, str, asyncio.Event], Awaitable[None]]
@@ -146,9 +147,9 @@ def test_an_engine_whose_answers_are_nested_too_deeply_is_down(deep: bytes) -> N
 
     async def talk(client: EngineClient, place: str, _: asyncio.Event) -> None:
         engine = Engine("e", f"http://{place}", "prefill", client)
-        await engine.probe()
-        assert not engine.healthy
-        assert engine.last_error != NOT_REACHED
+        await engine.health.probe()
+        assert not engine.status.healthy
+        assert engine.status.last_error != NOT_REACHED
 
     run(talk, answer)
 

@@ -2,13 +2,15 @@
 
 import re
 import threading
+import time
 
 import pytest
 
 from kvferry.cluster import engine_server
-from kvferry.connectors.base import TransferRecord
 from kvferry.engine import loop as loops
 from kvferry.engine.engine import Engine
+from kvferry.errors import WorkerDiedError
+from kvferry.observe.records import TransferRecord
 from kvferry.testing.waiting import WAIT_S, until
 from tests.cluster.conftest import PROMPT, leave
 from tests.engine.toy_cache import reference_tokens
@@ -29,8 +31,9 @@ def test_tokens_usage_and_reason_come_back(served):
     assert body["kv_transfer_params"] is None
 
 
-def test_a_stream_has_a_chunk_per_token_then_usage_then_done(served):
-    *chunks, usage, done = served.stream()
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
+def test_a_stream_has_a_chunk_per_token_then_usage_then_done(served, options):
+    *chunks, usage, done = served.stream(**options)
 
     assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [
         [token] for token in reference_tokens(PROMPT, 6, 64)
@@ -215,6 +218,7 @@ def step_age(served):
     line = re.search(
         r"^kvferry_engine_step_age_seconds (.*)$", served.client.get("/metrics").text, re.M
     )
+    assert line is not None
     return float(line[1])
 
 
@@ -270,17 +274,18 @@ def test_a_stuck_step_makes_the_engine_unhealthy_until_it_ends(served, frozen, m
     assert early.json()["step_age_s"] > 0.3
     assert early.json()["waiting_for_ranks"] == [0]
 
-    monkeypatch.setattr(loops, "STUCK_STEP_S", 0.2)
-    late = served.client.get("/health")
-    assert late.status_code == 503
-    assert late.json()["error"]["code"] == "StuckStepError"
-    assert re.fullmatch(
-        r"the step has run for \d+ s and waits for rank 0", late.json()["error"]["message"]
-    )
-    assert late.json()["waiting_for_ranks"] == [0]
+    with monkeypatch.context() as patch:
+        patch.setattr(loops, "STUCK_STEP_S", 0.2)
+        late = served.client.get("/health")
+        assert late.status_code == 503
+        assert late.json()["error"]["code"] == "StuckStepError"
+        assert re.fullmatch(
+            r"the step has run for \d+ s and waits for rank 0", late.json()["error"]["message"]
+        )
+        assert late.json()["waiting_for_ranks"] == [0]
 
-    until(lambda: answers)
-    assert answers[0].status_code == served.complete("new").status_code == 503
+        until(lambda: answers)
+        assert answers[0].status_code == served.complete("new").status_code == 503
     assert answers[0].json()["error"]["code"] == "StuckStepError"
     assert "waits for rank 0; the request is given up" in answers[0].json()["error"]["message"]
     thaw.set()
@@ -294,7 +299,7 @@ def test_an_engine_that_drains_ends_what_it_has_and_takes_nothing_new(served, fr
     until(lambda: step_age(served) > 0)
     asked = threading.Thread(target=lambda: served.client.post("/kvferry/drain"))
     asked.start()  # it is answered when the step has ended
-    until(lambda: served.loop._draining)
+    until(lambda: served.loop.admission.is_draining)
 
     refused = served.complete("late")
 
@@ -310,6 +315,46 @@ def test_an_engine_that_drains_ends_what_it_has_and_takes_nothing_new(served, fr
     not_ready = served.client.get("/ready")
     assert not_ready.status_code == 503
     assert "takes no new requests" in not_ready.json()["error"]["message"]
+
+
+def test_a_paused_engine_lets_requests_wait_until_it_resumes(served):
+    assert served.client.post("/pause?mode=wait").json()["is_over"]
+    assert served.client.get("/health").json()["status"] == "paused"
+    answers = []
+    asked = threading.Thread(target=lambda: answers.append(served.complete("late")))
+    asked.start()
+    time.sleep(0.3)
+    assert not answers
+    assert served.client.post("/resume").status_code == 200
+    asked.join(WAIT_S)
+    assert [each.status_code for each in answers] == [200]
+    assert served.client.get("/health").json()["status"] == "ok"
+
+
+def test_a_pause_in_another_mode_is_refused(served):
+    refused = served.client.post("/pause")
+    assert refused.status_code == 400
+    assert "cannot 'abort'; give mode=wait" in refused.json()["error"]["message"]
+
+
+def test_weights_that_an_engine_cannot_take_are_refused_by_name(served, tmp_path):
+    refused = served.client.post("/kvferry/weights", json={"source": str(tmp_path)})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "ModelError")
+    refused = served.client.post("/kvferry/weights", json={})
+    assert refused.status_code == 400
+    lent = served.complete("lender", max_tokens=1, kv_transfer_params={"lend_steps": 10**9})
+    assert lent.status_code == 200
+    refused = served.client.post("/kvferry/weights", json={"source": "tiny"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "EngineError")
+
+
+def test_an_engine_that_loses_a_rank_while_it_takes_weights_is_unavailable(served, monkeypatch):
+    def load_weights(engine, folder):
+        raise WorkerDiedError("rank 1 of engine 'e' ended with exit code 1")
+
+    monkeypatch.setattr(Engine, "load_weights", load_weights)
+    refused = served.client.post("/kvferry/weights", json={"source": "tiny"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "WorkerDiedError")
 
 
 def test_an_engine_has_not_drained_while_its_kv_is_lent(served):

@@ -12,14 +12,15 @@ import httpx
 import msgspec
 import pytest
 
-from kvferry.cluster import engine_client, web
-from kvferry.cluster.answer import TextCodec
-from kvferry.cluster.engine_client import EngineClient
-from kvferry.cluster.engines import EngineDownError
-from kvferry.cluster.messages import EngineAddress, RouterSettings
-from kvferry.cluster.process import listen
-from kvferry.cluster.router import Router
-from kvferry.control.tracing import RequestSpan
+from kvferry.observe.spans import RequestSpan
+from kvferry.router import engine_client
+from kvferry.router.answer import TextCodec
+from kvferry.router.engine_client import EngineClient
+from kvferry.router.replies import EngineDownError
+from kvferry.router.router import Router
+from kvferry.serving import web
+from kvferry.serving.messages import EngineAddress, Role, RouterSettings
+from kvferry.serving.process import listen
 from kvferry.testing.waiting import WAIT_S
 
 ANSWER = {"choices": [{"text": "yes", "token_ids": [70], "finish_reason": "length"}]}
@@ -48,11 +49,11 @@ class Server:
         return [body for body in self.bodies if "prompt" in body]
 
     async def start(self) -> asyncio.Server:
-        self._listening = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self._listening = await asyncio.start_server(self.connected, "127.0.0.1", 0)
         self.port = self._listening.sockets[0].getsockname()[1]
         return self._listening
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             for _ in range(self.answers):
                 await self._answer(*await _request(reader), writer)
@@ -106,9 +107,10 @@ def run(
 
     async def main() -> None:
         listening = [await prefill.start(), await decode.start()]
+        servers: dict[Role, Server] = {"prefill": prefill, "decode": decode}
         addresses = tuple(
             EngineAddress(name=server.name, role=role, url=f"http://127.0.0.1:{server.port}")
-            for role, server in (("prefill", prefill), ("decode", decode))
+            for role, server in servers.items()
         )
         router = Router(RouterSettings(engines=addresses, foreign=True, decode_only="never"), codec)
         transport = httpx.ASGITransport(router.app())
@@ -118,10 +120,10 @@ def run(
                 return await client.post("/v1/completions", json={"prompt": "Hi", **body})
 
             for engine in router.members:
-                await engine.probe()  # two requests: the second one ends the connection
-                await engine.probe()
+                await engine.health.probe()  # two requests: the second one ends the connection
+                await engine.health.probe()
             await talk(router, ask)
-        await router._client.aclose()
+        await router.client.aclose()
         for server in listening:
             server.close()
 
@@ -135,8 +137,8 @@ def test_requests_and_probes_on_connections_that_were_just_closed_succeed() -> N
         for _ in range(3):
             assert (await ask()).json() == ANSWER
             for engine in router.members:
-                await engine.probe()
-                assert engine.healthy, engine.last_error
+                await engine.health.probe()
+                assert engine.status.healthy, engine.status.last_error
 
     run(talk, prefill, decode)
 
@@ -169,7 +171,7 @@ def test_a_ticket_that_may_have_been_used_is_not_brought_again(
             assert response.status_code == 200
             assert response.json()["choices"][0]["finish_reason"] == "length"
             (engine,) = router.members.decode.engines
-            assert engine.healthy
+            assert engine.status.healthy
 
     run(talk, prefill, decode, codec if takes_apart else None)
 
@@ -204,14 +206,14 @@ def test_tickets_go_over_kept_connections(takes_apart: bool, codec: TextCodec) -
 
     async def talk(router: Router, ask: Ask) -> None:
         nonlocal connected
-        make = decode._connected
+        make = decode.connected
 
-        async def connects(*streams: Any) -> None:
+        async def connects(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             nonlocal connected
             connected += 1
-            await make(*streams)
+            await make(reader, writer)
 
-        decode._connected = connects  # type: ignore[method-assign]
+        decode.connected = connects  # type: ignore[method-assign]
         for _ in range(5):
             await ask(**({"max_tokens": 3} if takes_apart else {}))
             await asyncio.sleep(0.05)  # what is left of a stream is read meanwhile
@@ -228,7 +230,7 @@ def test_an_engine_that_dies_of_a_ticket_on_a_kept_connection_is_to_blame() -> N
     async def talk(router: Router, ask: Ask) -> None:
         response = await ask()
         assert response.status_code == 503
-        assert not router.members.decode.engines[0].healthy
+        assert not router.members.decode.engines[0].status.healthy
 
     run(talk, prefill, decode)
 
@@ -294,7 +296,7 @@ def test_a_server_that_closes_new_connections_too_has_failed(
         prefill.answers = 0
         response = await ask()
         assert response.status_code == 503
-        assert not router.members.prefill.engines[0].healthy
+        assert not router.members.prefill.engines[0].status.healthy
 
     run(talk, prefill, decode)
 
@@ -310,7 +312,7 @@ def test_a_server_that_died_of_a_request_on_a_kept_connection_may_have_seen_it(
         raise aiohttp.ClientConnectorError(None, OSError("refused"))  # type: ignore[arg-type]
 
     async def talk(router: Router, _: Ask) -> None:
-        monkeypatch.setattr(router._client._new, "request", refuse)  # its port is closed by now
+        monkeypatch.setattr(router.client.new, "request", refuse)  # its port is closed by now
         span = RequestSpan(None, "request", "")
         with pytest.raises(EngineDownError) as raised:
             await router.members.prefill.engines[0].complete({"prompt": [1]}, "r", span)

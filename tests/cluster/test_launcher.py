@@ -6,15 +6,18 @@ import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import psutil
 import pytest
 
+from kvferry.cli.demo import load_example
 from kvferry.cluster.launcher import Cluster, RunningEngine
-from kvferry.cluster.router_client import RouterClient
 from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, ModelError, PortInUseError, WorkerDiedError
+from kvferry.router.router_client import RouterClient
+from kvferry.serving.process import Child, ChildProcess
 from kvferry.testing.waiting import WAIT_S
 
 pytestmark = pytest.mark.processes
@@ -79,15 +82,19 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cluster(cache, tmp_path_factory):
-    said = []
+def said():
+    """What the cluster says while it starts."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def cluster(cache, tmp_path_factory, said):
     with Cluster.open(
         cluster_config(),
         logs=tmp_path_factory.mktemp("logs"),
         progress=lambda *news: said.append(news),
         timeout_s=OPEN_S,
     ) as cluster:
-        cluster.said = said
         yield cluster
 
 
@@ -110,18 +117,20 @@ def test_a_router_that_listens_everywhere_is_reached_on_loopback(host, address, 
 def test_a_router_that_cannot_be_told_of_an_engine_is_complained_of_once(tmp_path, caplog):
     config = cluster_config()
     cluster = Cluster(config, tmp_path, print, is_whole=True, api_key=None, operator_key=None)
-    engine = RunningEngine(config.decode[0], "decode", SimpleNamespace(host=""))
+    process = cast(Child, SimpleNamespace(host=""))
+    engine = RunningEngine(config.decode[0], "decode", process)
     for _ in range(3):
         cluster._enter(engine)  # there is no router at port 0
     (line,) = [one for one in caplog.records if "is not entered yet" in one.getMessage()]
     assert "'d0'" in line.getMessage()
 
 
-def test_every_part_tells_what_it_does_while_it_starts(cluster):
-    parts = {part for part, _, _ in cluster.said}
+@pytest.mark.usefixtures("cluster")
+def test_every_part_tells_what_it_does_while_it_starts(said):
+    parts = {part for part, _, _ in said}
     assert {"model", "p0", "d0"} <= parts
-    assert ("p0", "ready", 1.0) in cluster.said
-    assert all(0.0 <= done <= 1.0 for _, _, done in cluster.said)
+    assert ("p0", "ready", 1.0) in said
+    assert all(0.0 <= done <= 1.0 for _, _, done in said)
 
 
 @pytest.mark.smoke
@@ -129,12 +138,12 @@ def test_openai_client_streams_a_chat_whose_tokens_are_the_undivided_engines(clu
     import openai
     import torch
 
-    from kvferry.cluster.answer import TextCodec
     from kvferry.config import EngineConfig
     from kvferry.engine.builder import build_engine
     from kvferry.engine.messages import SamplingParams
+    from kvferry.router.answer import TextCodec
 
-    question = [{"role": "user", "content": "What is a ferry? " * 6}]
+    question: list[Any] = [{"role": "user", "content": "What is a ferry? " * 6}]
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
         stream = client.chat.completions.create(
             model="tiny",
@@ -145,7 +154,7 @@ def test_openai_client_streams_a_chat_whose_tokens_are_the_undivided_engines(clu
             stream_options={"include_usage": True},
             extra_body={"return_token_ids": True},
         )
-        chunks = list(stream)
+        chunks: list[Any] = list(stream)  # with fields that OpenAI's chunks have not
     tokens = [id for chunk in chunks for choice in chunk.choices for id in choice.token_ids]
     text = "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices)
 
@@ -196,8 +205,7 @@ def test_transfer_parameters_that_make_no_sense_end_no_engine(cluster, client, p
 
 
 def test_kv_that_arrived_is_the_kv_that_was_lent(cluster, client):
-    from kvferry.cluster import demo
-
+    demo = load_example().acts
     prompts = [demo.Prompt("short", "Why?"), demo.Prompt("longer", "Tell me about tides. " * 12)]
     import asyncio
 
@@ -264,6 +272,7 @@ def test_an_engine_whose_rank_dies_is_reported_and_comes_back_and_the_end_is_cle
         pids = {process.pid for process in everything}
         assert segments_of(pids), "the prefill engine's caches lie in shared memory"
         decode = next(engine for engine in cluster.engines if engine.role == "decode")
+        assert isinstance(decode.process, ChildProcess)
         rank = next(
             child
             for child in psutil.Process(decode.process.pid).children(recursive=True)
@@ -329,6 +338,7 @@ def test_children_end_when_the_launcher_is_killed(cache, tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", script, str(file), str(tmp_path / "logs")], stdout=subprocess.PIPE
     ) as launcher:
+        assert launcher.stdout is not None
         assert launcher.stdout.readline() == b"ready\n"
         everything = psutil.Process(launcher.pid).children(recursive=True)
         assert len(everything) >= 5
@@ -496,8 +506,8 @@ def test_a_process_shows_its_name_to_ps_and_marks_its_start_in_the_log(cluster):
 def test_a_death_is_told_without_the_lines_of_earlier_starts(tmp_path, monkeypatch):
     import queue
 
-    from kvferry.cluster.process import ChildProcess
     from kvferry.config import ModelConfig
+    from kvferry.serving.process import ChildProcess
 
     log = tmp_path / "x.log"
     log.write_text("an error of yesterday\n")
@@ -514,12 +524,10 @@ def test_a_death_is_told_without_the_lines_of_earlier_starts(tmp_path, monkeypat
 def test_a_kill_from_outside_points_at_the_oom_killer(tmp_path):
     import queue
 
-    from kvferry.cluster.process import ChildProcess
     from kvferry.config import ModelConfig
 
     settings = ModelConfig(source="tiny")
-    news = queue.Queue()
-    process = ChildProcess.start("x", "convert", settings, tmp_path / "x.log", news)
+    process = ChildProcess.start("x", "convert", settings, tmp_path / "x.log", queue.Queue())
     os.kill(process.pid, signal.SIGKILL)
     process.reap(WAIT_S)
 
@@ -530,7 +538,6 @@ def test_a_child_that_dies_before_it_has_its_settings_is_reaped(tmp_path, monkey
     import queue
     import subprocess
 
-    from kvferry.cluster import process as module
     from kvferry.config import ModelConfig
 
     class DeadAtOnce(subprocess.Popen):
@@ -538,9 +545,9 @@ def test_a_child_that_dies_before_it_has_its_settings_is_reaped(tmp_path, monkey
             super().__init__(["false"], **options)
             self.wait()
 
-    monkeypatch.setattr(module.subprocess, "Popen", DeadAtOnce)
+    monkeypatch.setattr(subprocess, "Popen", DeadAtOnce)
     settings = ModelConfig(source="tiny")
-    process = module.ChildProcess.start("x", "convert", settings, tmp_path / "x.log", queue.Queue())
+    process = ChildProcess.start("x", "convert", settings, tmp_path / "x.log", queue.Queue())
     process.reap(WAIT_S)
 
     assert "ended with exit code 1" in str(process.error())

@@ -6,19 +6,22 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import cast
 
 import httpx
 import msgspec
 import pytest
 
-from kvferry.cluster import engine_client, engines, members
-from kvferry.cluster.engine_client import Answer, EngineClient
-from kvferry.cluster.engines import Engine
-from kvferry.cluster.lists import engines_behind, engines_in
-from kvferry.cluster.members import EnginePool, Members, NoEngineError
-from kvferry.cluster.messages import EngineAddress, RouterSettings
-from kvferry.cluster.router import Router
 from kvferry.errors import ConfigError
+from kvferry.router import engine_client, health, members
+from kvferry.router.engine_client import EngineClient, HttpAnswer
+from kvferry.router.engines import Engine
+from kvferry.router.health import EngineHealth, Told
+from kvferry.router.lists import engines_behind, engines_in
+from kvferry.router.members import EnginePool, Members, NoEngineError
+from kvferry.router.router import Router
+from kvferry.serving.messages import EngineAddress, Role, RouterSettings
 from kvferry.testing.waiting import WAIT_S, until
 from tests.cluster.conftest import FakeEngine, leave
 
@@ -27,7 +30,7 @@ pytestmark = pytest.mark.timed("Probes of 0.05 s take a busy machine's engine fo
 
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch):
-    monkeypatch.setattr(engines, "PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(health, "PROBE_INTERVAL_S", 0.05)
     monkeypatch.setattr(members, "LOOK_INTERVAL_S", 0.05)
 
 
@@ -40,6 +43,10 @@ def told(setup, name, role="decode"):
 def state(setup, name, role="decode"):
     engine = told(setup, name, role)
     return engine and engine["state"]
+
+
+def is_ready(setup, name, role):
+    return state(setup, name, role) == "ready"
 
 
 def until_probed(engine, routers=1):
@@ -94,7 +101,7 @@ def test_a_router_begins_without_engines_and_serves_once_some_are_entered(make_s
     for role in ("prefill", "decode"):
         engine = start(setup, role, role)
         put(setup, role, role, engine.url)
-        until(lambda role=role: state(setup, role, role) == "ready")
+        until(partial(is_ready, setup, role, role))
 
     assert setup.complete(max_tokens=5).json()["choices"][0]["text"] == "Hello"
 
@@ -197,17 +204,34 @@ def test_an_engine_of_ours_has_not_drained_before_it_has_heard_of_it(setup, monk
     (engine,) = setup.decode
     engine.tells = {"drain": None}
     until_probed(engine)  # the router has seen that it is one of ours
-    monkeypatch.setattr(engine_client, "CONNECT_TIMEOUT_S", 0.2)
     engine.is_slow = True
 
-    drained = setup.client.post("/kvferry/engines/decode/d0/drain").json()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_client, "CONNECT_TIMEOUT_S", 0.2)
+        assert setup.client.post("/kvferry/engines/decode/d0/drain").is_success
+        until(lambda: state(setup, "d0") == "draining")
 
-    assert drained["state"] == "draining"
-    time.sleep(0.5)
+    time.sleep(0.3)
     assert state(setup, "d0") == "draining"
     assert engine.tells == {"drain": None}
     engine.is_slow = False
     until(lambda: state(setup, "d0") == "drained")
+    assert engine.tells["drain"]["is_over"]
+
+
+def test_an_engine_that_has_been_slow_from_its_start_has_not_drained(setup, monkeypatch):
+    """Whether other routers use it is not known."""
+    engine = start(setup, "decode", "more")
+    engine.is_slow = True
+    engine.tells = {"drain": None}
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_client, "CONNECT_TIMEOUT_S", 0.2)
+        put(setup, "decode", "more", engine.url)
+        until(lambda: state(setup, "more") == "slow")
+        setup.client.post("/kvferry/engines/decode/more/drain")
+        until(lambda: state(setup, "more") == "draining")
+    engine.is_slow = False
+    until(lambda: state(setup, "more") == "drained")
     assert engine.tells["drain"]["is_over"]
 
 
@@ -217,6 +241,21 @@ def test_one_engine_does_not_limit_all_by_a_length_that_is_none(setup):
     put(setup, "decode", "wrong", wrong.url)
     until(lambda: "-5 is less than 1" in told(setup, "wrong")["last_error"])
     assert setup.complete(max_tokens=5).status_code == 200
+
+
+def test_an_engine_that_comes_back_with_another_longest_sequence_is_asked_anew(make_setup):
+    setup = make_setup(prefill=0)
+
+    def longest():
+        return setup.client.get("/v1/models").json()["data"][0]["max_model_len"]
+
+    (engine,) = setup.decode
+    assert longest() == 512
+    engine.healthy, engine.max_model_len = False, 1024
+    until(lambda: state(setup, "d0") == "down")
+    engine.healthy = True
+    until(lambda: state(setup, "d0") == "ready")
+    assert longest() == 1024
 
 
 def test_credentials_in_a_url_are_shown_to_nobody(setup):
@@ -366,16 +405,17 @@ def test_what_an_engine_said_before_it_was_told_to_drain_does_not_count():
                 left = {"requests": 3, "loads": 0, "leases": 0, "is_over": False}
                 self.tells = {"drain": left}
                 self.told.set()
-                return Answer(200, msgspec.json.encode(left))
-            answer = Answer(200, msgspec.json.encode(self.tells))
+                return HttpAnswer(200, msgspec.json.encode(left))
+            answer = HttpAnswer(200, msgspec.json.encode(self.tells))
             await self.told.wait()
             return answer
 
     async def drain():
-        engine = Engine("d0", "http://d0", "decode", Client(), max_model_len=1)
-        engine.probing()
+        engine = Engine("d0", "http://d0", "decode", cast(EngineClient, Client()))
+        engine.health.told = Told(max_model_len=1)
+        engine.health.probing()
         await asyncio.sleep(0)  # it asks
-        await engine.leave()
+        await engine.health.leave()
         return engine.state
 
     assert asyncio.run(drain()) == "draining"
@@ -425,7 +465,7 @@ class Lookup:
     """A list that a test changes."""
 
     def __init__(self):
-        self.found = []
+        self.found: list[tuple[Role, str, str]] | ConfigError = []
 
     async def __call__(self):
         if isinstance(self.found, Exception):
@@ -458,7 +498,7 @@ def test_a_list_brings_engines_and_takes_them_away(follow, servers):
     fakes = [FakeEngine(f"f{number}", "decode") for number in range(2)]
     for fake in fakes:
         fake.url = servers.start(fake.app())
-    everybody = [("decode", fake.url, fake.name) for fake in fakes]
+    everybody: list[tuple[Role, str, str]] = [("decode", fake.url, fake.name) for fake in fakes]
     look = Lookup()
     names = follow(look)
     assert names() == set()
@@ -544,10 +584,12 @@ def test_a_list_is_followed_on_when_an_operator_removes_what_it_drains(monkeypat
         client = EngineClient({})
         known = Members(RouterSettings(engines=()), client, [look])
 
-        async def leave(engine):
+        async def leave(_health):
+            engine = known.find("decode", "d0")
+            assert engine is not None
             known.remove(engine)  # while the engine is being told
 
-        monkeypatch.setattr(Engine, "leave", leave)
+        monkeypatch.setattr(EngineHealth, "leave", leave)
         async with asyncio.timeout(WAIT_S), known.watching():
             look.found = [("decode", "http://127.0.0.1:9", "d0")]
             await named(known, "d0")
@@ -574,13 +616,41 @@ def test_a_router_that_ends_asks_nothing_more():
     async def run():
         client = Client()
         engine = EngineAddress.of("decode", "http://127.0.0.1:9", "d0")
-        known = Members(RouterSettings(engines=(engine,)), client)
+        known = Members(RouterSettings(engines=(engine,)), cast(EngineClient, client))
         async with asyncio.timeout(WAIT_S), known.watching():
             while not client.asked:
                 await asyncio.sleep(0.01)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
+
+
+def test_engines_that_a_list_forgets_are_told_to_drain_at_once(monkeypatch):
+    """Each of many that died together takes seconds, and the list has others by now."""
+    look, told = Lookup(), Counter[str]()
+
+    async def run():
+        client = EngineClient({})
+        known = Members(RouterSettings(engines=()), client, [look])
+        are_all_told = asyncio.Event()
+
+        async def leave(engine):
+            told[engine.title] += 1
+            if len(told) == 3:
+                are_all_told.set()
+            await are_all_told.wait()
+
+        monkeypatch.setattr(EngineHealth, "leave", leave)
+        async with asyncio.timeout(WAIT_S), known.watching():
+            look.found = [("decode", "http://127.0.0.1:9", f"d{number}") for number in range(3)]
+            while not known.find("decode", "d2"):
+                await asyncio.sleep(0.01)
+            look.found = []
+            await are_all_told.wait()
+        await client.aclose()
+
+    asyncio.run(run())
+    assert sorted(told) == ["decode engine 'd0'", "decode engine 'd1'", "decode engine 'd2'"]
 
 
 def test_an_engine_that_a_list_forgets_for_one_look_is_not_drained(monkeypatch):
@@ -597,7 +667,7 @@ def test_an_engine_that_a_list_forgets_for_one_look_is_not_drained(monkeypatch):
     async def run():
         client = EngineClient({})
         known = Members(RouterSettings(engines=()), client, [look])
-        monkeypatch.setattr(Engine, "leave", leave)
+        monkeypatch.setattr(EngineHealth, "leave", leave)
         async with asyncio.timeout(WAIT_S), known.watching():
             while looks < 6:
                 await asyncio.sleep(0.01)
@@ -646,12 +716,12 @@ def test_requests_wait_for_the_first_health_check_of_a_prefill_engine_and_not_fo
 
     async def pick():
         pool = EnginePool("prefill", 1.0, dispensable=True)
-        pool.engines.append(Engine("p0", "http://p0", "prefill", client=None))
+        pool.engines.append(Engine("p0", "http://p0", "prefill", EngineClient({})))
         if not is_new:
-            pool.engines[0].down("it has ended", reached=False)
+            pool.engines[0].health.down("it has ended", reached=False)
         return await pool.pick()
 
-    monkeypatch.setattr(Engine, "probe", probe)
+    monkeypatch.setattr(EngineHealth, "probe", probe)
     monkeypatch.setattr(members, "RECOVERY_WAIT_S", 60.0)
     with contextlib.nullcontext() if is_new else pytest.raises(NoEngineError):
         assert asyncio.run(pick()).name == "p0"

@@ -1,22 +1,25 @@
 """A conversation over a cluster whose engines say what they have."""
 
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
 import torch
 
-from kvferry.cluster.answer import TextCodec
 from kvferry.cluster.launcher import Cluster
-from kvferry.cluster.messages import EngineAddress, RouterSettings
-from kvferry.cluster.prefill_decode import PrefillDecode
-from kvferry.cluster.prefixes import Prompt
 from kvferry.cluster.preflight import cluster_key
-from kvferry.cluster.router import Router
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
+from kvferry.router.answer import TextCodec
+from kvferry.router.hand_over import HandOver
+from kvferry.router.pace import Work
+from kvferry.router.prefixes import Prompt
+from kvferry.router.router import Router
+from kvferry.serving.messages import EngineAddress, RouterSettings
 from kvferry.testing.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.processes
@@ -87,8 +90,10 @@ class Conversation:
     def until_known(self, **blocks):
         """Waits until the router knows so many blocks of engines."""
         for name, count in blocks.items():
-            series = f'kvferry_router_prefix_blocks{{engine="{name}"'
-            until(lambda series=series, count=count: (self.metric(series) or -1) >= count)
+            until(partial(self._knows, name, count))
+
+    def _knows(self, name, count):
+        return (self.metric(f'kvferry_router_prefix_blocks{{engine="{name}"') or -1) >= count
 
 
 @pytest.fixture
@@ -148,6 +153,10 @@ class Fixed:
         return nullcontext(lambda _count: None)
 
 
+def fixed(each_s):
+    return cast(Work, Fixed(each_s))
+
+
 @pytest.fixture(params=["never", "always"])
 def saving_router(request, cluster, server_thread, monkeypatch):
     """Another router of the cluster, to which computing is dear and loading is cheap."""
@@ -165,15 +174,15 @@ def saving_router(request, cluster, server_thread, monkeypatch):
     )
     router = Router(settings, TextCodec.open(cluster.model_folder))
     for one in router.members:
-        one.pace.computing, one.pace.moving = Fixed(1000.0), Fixed(0.001)
+        one.pace.computing, one.pace.moving = fixed(1000.0), fixed(0.001)
     loans = []
-    both = PrefillDecode._both
+    both = HandOver.both
 
     def noted(self, asked, prefill, decode, loan):
-        loans.append(loan is not None)
+        loans.append(loan.params is not None)
         return both(self, asked, prefill, decode, loan)
 
-    monkeypatch.setattr(PrefillDecode, "_both", noted)
+    monkeypatch.setattr(HandOver, "both", noted)
     url = server_thread.start(router.app())
     yield SimpleNamespace(
         url=url, members=router.members, is_at_once=request.param == "always", loans=loans
@@ -203,7 +212,7 @@ def test_prefill_engine_borrows_the_answer_that_only_the_decode_engine_has(
 
     def are_known():
         index = saving_router.members.index
-        blocks = {one.name: index.blocks(one.kv_events) for one in saving_router.members}
+        blocks = {one.name: index.blocks(one.told.kv_events) for one in saving_router.members}
         return {name: each.held(prompt) for name, each in blocks.items() if each} == held
 
     until(are_known)

@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
-from kvferry.cluster.metrics import PEER_KEPT_S, EngineMetrics
 from kvferry.config import EngineConfig, KVTransferConfig, ModelConfig, parse_struct
-from kvferry.connectors.base import TransferRecord
 from kvferry.errors import ConfigError
+from kvferry.observe.records import TransferRecord
+from kvferry.serving.metrics import PEER_KEPT_S, EngineMetrics
 from kvferry.testing.waiting import until
 
 FORGED = "d0\x1b[2J\n| p9 | ready"
@@ -33,7 +33,7 @@ def test_a_config_refuses_names_that_cannot_be_printed(kind, values, field):
 
 
 def test_a_log_has_no_forged_lines_and_no_escape_sequences():
-    from kvferry.cluster.process import LogFormatter
+    from kvferry.serving.process import LogFormatter
 
     record = logging.makeLogRecord({"msg": "peer %s left", "args": (FORGED,), "levelname": "INFO"})
 
@@ -80,17 +80,20 @@ def test_the_labels_of_peers_that_nothing_is_loaded_from_any_more_are_dropped(mo
     metrics = EngineMetrics()
 
     def load(peer, at):
-        monkeypatch.setattr("kvferry.cluster.metrics.time.monotonic", lambda: at)
-        said = {"lease_id": "l", "rank": 0, "direction": "recv", "ok": True, "nbytes": 3}
+        monkeypatch.setattr("kvferry.serving.metrics.time.monotonic", lambda: at)
         metrics.count_transfer(
             TransferRecord(
                 request_id="r",
+                lease_id="l",
+                rank=0,
                 peer=peer,
+                direction="recv",
                 first_token=0,
                 tokens=1,
+                nbytes=3,
                 started=1.0,
                 finished=2.0,
-                **said,
+                ok=True,
             )
         )
         return metrics.render(None).decode()

@@ -10,8 +10,8 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.cluster.messages import EngineAddress, RouterSettings
-from kvferry.cluster.router import Router
+from kvferry.router.router import Router
+from kvferry.serving.messages import EngineAddress, RouterSettings
 from kvferry.testing.waiting import WAIT_S, until
 
 TOKENS = [*b"!?."]

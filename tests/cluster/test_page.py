@@ -97,6 +97,7 @@ def chromium(tmp_path_factory):
     with subprocess.Popen(
         ["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True
     ) as driver:
+        assert driver.stdout is not None
         try:
             port = next(
                 found[1] for line in driver.stdout if (found := re.search(r"on port (\d+)\.", line))
@@ -119,6 +120,7 @@ def channel():
         parts = (
             TracePart(name="prefill", started=100.0, seconds=1.0),
             TracePart(name="read", started=101.0, seconds=1.0, rank=0, error=HOSTILE),
+            TracePart(name="answer", started=102.0, seconds=2.8),
         )
         trace = RequestTrace(
             request_id=HOSTILE, started=100.0, seconds=2.0, outcome=HOSTILE, parts=parts
@@ -210,7 +212,7 @@ def test_a_request_shows_its_timeline_by_keyboard_alone(page):
 
     page.press("button.id", ENTER)
 
-    page.until("return document.querySelectorAll('#timeline tbody tr').length === 2")
+    page.until("return document.querySelectorAll('#timeline tbody tr').length === 3")
     text = page.text("#timeline")
     assert "prefill" in text
     assert HOSTILE in text
@@ -220,6 +222,14 @@ def test_a_request_shows_its_timeline_by_keyboard_alone(page):
         "return [parseFloat(bar.left), parseFloat(bar.width)]"
     )
     assert (left, width) == (pytest.approx(50, abs=1), pytest.approx(50, abs=1))
+    # The answer begins where the axis ends, and is still seen to go on.
+    beyond, end, track_end = page.run(
+        "const bar = document.querySelectorAll('#timeline .track i')[2];"
+        "const [drawn, track] = [bar, bar.parentElement].map((one) => one.getBoundingClientRect());"
+        "return [bar.className, drawn.width >= 10 && drawn.right, track.right]"
+    )
+    assert beyond == "on"
+    assert end == pytest.approx(track_end, abs=1)
     page.press("#again", ESCAPE)
     page.until("return !document.querySelector('#timeline').open")
     # New snapshots leave the focus where it was.

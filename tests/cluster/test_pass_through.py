@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -17,14 +17,18 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.cluster.engines import VLLM_LOAD_FAILED, Engine
-from kvferry.cluster.members import EnginePool
-from kvferry.cluster.messages import EngineAddress, RouterSettings
-from kvferry.cluster.pass_through import PassThrough
-from kvferry.cluster.router import Router
-from kvferry.cluster.web import ClientGoneError
 from kvferry.control.tickets import read_transfer
-from kvferry.control.tracing import RequestSpan
+from kvferry.observe.spans import RequestSpan
+from kvferry.router.engine_client import EngineClient
+from kvferry.router.engines import Engine
+from kvferry.router.hand_over import HandOver
+from kvferry.router.health import Status, Told
+from kvferry.router.members import EnginePool
+from kvferry.router.pass_through import PassThrough
+from kvferry.router.replies import VLLM_LOAD_FAILED
+from kvferry.router.router import Router
+from kvferry.serving.messages import EngineAddress, Role, RouterSettings
+from kvferry.serving.web import ClientGoneError
 from kvferry.testing.waiting import WAIT_S, until
 from tests.cluster.conftest import leave
 
@@ -157,7 +161,8 @@ def make(servers, codec) -> Iterator[Callable[..., Setup]]:
         for fake in () if wait else fakes[0] + fakes[1]:
             fake.health_s = 0.2
         addresses = []
-        for role, group in zip(("prefill", "decode"), fakes, strict=True):
+        roles: tuple[Role, Role] = ("prefill", "decode")
+        for role, group in zip(roles, fakes, strict=True):
             for fake in group:
                 fake.tells = {"kv_role": "kv_both"} if are_ours else {}
                 fake.url = servers.start(fake.app())
@@ -219,6 +224,21 @@ def test_a_body_it_understands_gets_its_first_token_from_the_prefill_server(make
     assert body["choices"][0]["text"] == "!?"
     assert body["model"] == "big"
     assert setup.decode[0].bodies[0]["prompt"] == [*b"Hi!"]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"repetition_penalty": 1}, {"min_p": 0}, {"presence_penalty": 0}, {"max_tokens": None}],
+)
+def test_a_value_against_a_default_of_the_server_reaches_the_server(make, field):
+    """As vLLM takes its defaults from the model's generation_config.json."""
+    setup = make(tokenizer=True)
+
+    answer = setup.client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2, **field})
+
+    assert answer.json() == ANSWER
+    (name,) = field
+    assert setup.decode[0].bodies[0][name] == field[name]
 
 
 def test_a_request_before_the_first_health_check_is_answered_as_one_after_it(make):
@@ -461,11 +481,11 @@ class PlayedClient:
 
 def _lone_engine(client):
     """An engine and a router without a prefill engine before it."""
-    engine = Engine("d0", "http://d0", "decode", client, healthy=True)
-    passing = PassThrough(
-        EnginePool("prefill", 1.0, dispensable=True), EnginePool("decode", 1.0), 5.0
-    )
-    passing.decode.engines.append(engine)
+    engine = Engine("d0", "http://d0", "decode", client)
+    engine.health.up()
+    pools = EnginePool("prefill", 1.0, dispensable=True), EnginePool("decode", 1.0)
+    pools[1].engines.append(engine)
+    passing = PassThrough(HandOver(*pools), timeout_s=5.0)
     return engine, passing
 
 
@@ -763,13 +783,14 @@ def test_where_nothing_is_lent_the_decode_server_says_what_was_cached(make, lend
     assert setup.post().json()["usage"] == _usage(16 if lends else 39)
 
 
-def test_a_client_that_goes_away_while_both_are_told_to_end_leaves_nothing_behind():
+def test_a_client_that_goes_away_while_both_are_told_to_end_leaves_nothing_behind(monkeypatch):
     """The decode server has failed; the prefill server's work takes its time to end."""
 
     async def run():
         failed = PlayedClient()
         failed.status, failed.content_type = 500, "application/json"
-        passing = PassThrough(EnginePool("prefill", 1.0), EnginePool("decode", 1.0), 5.0, "always")
+        pools = EnginePool("prefill", 1.0), EnginePool("decode", 1.0)
+        passing = PassThrough(HandOver(*pools, at_once="always"), timeout_s=5.0)
         slow, told, gone = PlayedClient(), asyncio.Event(), asyncio.Event()
 
         async def until_told(*_, **__):
@@ -779,15 +800,16 @@ def test_a_client_that_goes_away_while_both_are_told_to_end_leaves_nothing_behin
                 told.set()
                 await gone.wait()
 
-        slow.send = until_told
+        monkeypatch.setattr(slow, "send", until_told)
         engines = [
-            Engine(
-                name, f"http://{name}", role, client, control=CONTROL, at_once=True, healthy=True
-            )
-            for name, role, client in (("p0", "prefill", slow), ("d0", "decode", failed))
+            Engine("p0", "http://p0", "prefill", cast(EngineClient, slow)),
+            Engine("d0", "http://d0", "decode", cast(EngineClient, failed)),
         ]
-        passing.prefill.engines.append(engines[0])
-        passing.decode.engines.append(engines[1])
+        for engine in engines:
+            engine.health.told = Told(control=CONTROL, at_once=True)
+            engine.health.status = Status(healthy=True)
+        pools[0].engines.append(engines[0])
+        pools[1].engines.append(engines[1])
 
         async def receive():
             await told.wait()
@@ -798,10 +820,12 @@ def test_a_client_that_goes_away_while_both_are_told_to_end_leaves_nothing_behin
         span = RequestSpan(None, "/v1/completions", "")
         with pytest.raises(ClientGoneError):
             await passing.answer(request, "/v1/completions", {}, span)
-        await asyncio.sleep(0.1)
-        return [engine.outstanding for engine in engines], failed.is_closed
+        async with asyncio.timeout(WAIT_S):
+            while any(engine.outstanding for engine in engines):
+                await asyncio.sleep(0.01)
+        return failed.is_closed
 
-    assert asyncio.run(run()) == ([0, 0], True)
+    assert asyncio.run(run())
 
 
 def test_a_client_that_goes_away_ends_the_work_of_both_servers(at_once):

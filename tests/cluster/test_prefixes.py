@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from kvferry.cluster import prefixes
-from kvferry.cluster.messages import KVEventsPlace
-from kvferry.cluster.prefixes import CachedBlocks, PrefixIndex, Prompt
 from kvferry.control.cache_events import ReceivedEvents
+from kvferry.router import prefixes
+from kvferry.router.prefixes import CachedBlocks, PrefixIndex, Prompt
+from kvferry.serving.messages import KVEventsPlace
 from kvferry.testing.waiting import until
 from tests.publishers import publishers
 
@@ -60,7 +60,7 @@ class Cache:
         self.clear()
 
     def clear(self):
-        self.beginnings = [set() for _ in self.sizes]
+        self.beginnings: list[set[tuple[int, ...]]] = [set() for _ in self.sizes]
         self.hashes = {}
 
     def hash_of(self, beginning):
@@ -137,7 +137,9 @@ class Told(Cache):
         for event in batch.batch.events:
             if isinstance(event, AllBlocksCleared):
                 self.clear()
-            elif isinstance(event, BlockRemoved):
+                continue
+            assert event.group_idx is not None
+            if isinstance(event, BlockRemoved):
                 self.heard_of.add(event.group_idx)
                 for each in event.block_hashes:
                     self.beginnings[event.group_idx].discard(self.hashes.get(each))
@@ -214,7 +216,7 @@ class BelievesWhatWasCleared(CachedBlocks):
 class TakesAnyParentForTheStart(CachedBlocks):
     def _key(self, block_hash, size):
         found = super()._key(block_hash, size)
-        return prefixes._START if found is None else found
+        return prefixes.START if found is None else found
 
 
 class BelievesTheRestOfAChain(CachedBlocks):
@@ -224,7 +226,8 @@ class BelievesTheRestOfAChain(CachedBlocks):
             super()._remove(event)
             return
         for each in event.block_hashes:
-            group.chains.pop(group.by_hash.pop(prefixes._number(each), None), None)
+            if (known := group.by_hash.pop(prefixes.number_of(each), None)) is not None:
+                group.chains.pop(known, None)
 
 
 class LooksAtOneGroup(CachedBlocks):
@@ -414,7 +417,7 @@ def test_lost_events_that_nobody_has_make_it_forget(open_publisher, make_index):
     place = place_of(publisher)
     index.follow([place])
     hears(index, place, publisher)
-    publisher._next += 5  # as if they had been dropped
+    publisher.next_number += 5  # as if they had been dropped
     hears(index, place, publisher, (71, 71))
     assert held(index.blocks(place), [70, 70]) == 0
     assert index.forgotten == 1
@@ -426,7 +429,7 @@ def test_what_is_no_event_is_forgotten_and_listened_past(open_publisher, make_in
     place = place_of(publisher)
     index.follow([place])
     hears(index, place, publisher)
-    publisher._publisher.send_multipart((b"", b"12345678", b"\xc1"))
+    publisher.socket.send_multipart((b"", b"12345678", b"\xc1"))
     until(lambda: held(index.blocks(place), [70, 70]) == 0)
     hears(index, place, publisher, (72, 72))
 
@@ -438,7 +441,7 @@ def test_all_engines_together_have_no_more_than_there_is_room_for(open_publisher
     first.publish([stored([1, 2, 3, 4, 5, 6], list(range(12)))])
     until(lambda: first.publish([removed([77])]) or len(index.blocks(places[0])) == 3)
     second.publish([stored([1], [1, 2])])
-    counts = Counter()
+    counts: Counter[str] = Counter()
 
     def has_heard():
         counts["asked"] += 1

@@ -17,12 +17,19 @@ import pytest
 
 from kvferry.cluster import ray_nodes
 from kvferry.cluster.launcher import Cluster
-from kvferry.cluster.messages import Bound, EngineSettings, Failed, Loading, RankSettings, Ready
 from kvferry.cluster.ray_nodes import Ended, Node, RayAgent, RayNodes, place
 from kvferry.config import ClusterConfig, EngineConfig, ModelConfig
 from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TINY_MODELS
 from kvferry.errors import ConfigError, HostError
+from kvferry.serving.messages import (
+    Bound,
+    ChildFailed,
+    EngineSettings,
+    Loading,
+    RankSettings,
+    Ready,
+)
 from kvferry.testing.ray_hosts import start_ray
 from tests.cluster.test_starved import REQUESTS, prompt, undivided
 from tests.load import Load, tokens_in
@@ -162,7 +169,7 @@ def test_an_agent_tells_why_a_model_cannot_be_used_on_its_node():
     told = list(RayAgent().run("x", "rank", settings, model, 1))
     news = [one for one in told if not isinstance(one, bytes)]
     log = b"".join(one for one in told if isinstance(one, bytes)).decode()
-    assert isinstance(news[-2], Failed)
+    assert isinstance(news[-2], ChildFailed)
     assert news[-2].name == "ModelError"
     assert news[-1] == Ended(1)
     assert "=== start of convert 'x-model'" in log

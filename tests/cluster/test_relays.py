@@ -3,6 +3,7 @@
 import contextlib
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
@@ -10,9 +11,9 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.cluster.messages import EngineAddress, RouterSettings
-from kvferry.cluster.paths import PATHS, Way, without_transfer
-from kvferry.cluster.router import Router
+from kvferry.router.paths import PATHS, Answerer, without_transfer
+from kvferry.router.router import Router
+from kvferry.serving.messages import EngineAddress, Role, RouterSettings
 from kvferry.testing.waiting import WAIT_S, until
 
 METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS"]
@@ -35,7 +36,7 @@ class Server:
     """Answers everything, and says who it is."""
 
     name: str
-    role: str
+    role: Role
     status: int = 200
     own_headers: dict[str, str] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
@@ -44,9 +45,15 @@ class Server:
     def app(self):
         routes = [
             Route("/health", lambda _: Response()),
+            Route("/server_info", self._tell_server, methods=METHODS),
             Route("/{path:path}", self._answer, methods=METHODS),
         ]
         return Starlette(routes=routes)
+
+    async def _tell_server(self, request):
+        if "x-request-id" not in request.headers:  # a health check
+            return Response(status_code=404)
+        return await self._answer(request)
 
     async def _answer(self, request):
         path, query = request.scope["raw_path"].decode(), request.url.query
@@ -113,7 +120,7 @@ def ways(*wanted):
 
 
 def test_what_generates_computes_or_reads_is_a_decode_servers_to_answer(setup):
-    for method, path in ways(Way.DECODE, Way.ONE):
+    for method, path in ways(Answerer.DECODE, Answerer.ONE):
         body = None if method == "GET" else {"input": "?"}
         answer = setup.client.request(method, path, json=body)
         assert (answer.status_code, answer.json()) == (200, {"from": "d0"}), path
@@ -124,7 +131,7 @@ def test_what_generates_computes_or_reads_is_a_decode_servers_to_answer(setup):
 
 def test_what_changes_servers_is_all_of_theirs_to_answer_and_the_operators_to_ask(make):
     setup = make(api_key="clients")
-    for method, path in ways(Way.ALL):
+    for method, path in ways(Answerer.ALL):
         refused = setup.client.request(method, path, headers={"authorization": "Bearer clients"})
         assert refused.status_code == 401, path
     assert not setup.prefill.asked + setup.decode.asked
@@ -133,7 +140,7 @@ def test_what_changes_servers_is_all_of_theirs_to_answer_and_the_operators_to_as
     answer = setup.client.post("/pause", headers=HERE)
     assert answer.json()["servers"][1]["body"] == {"from": "d0"}, "a refusal's own words"
     setup.decode.status = 409
-    for method, path in ways(Way.ALL):
+    for method, path in ways(Answerer.ALL):
         answer = setup.client.request(method, path, params={"level": 2}, headers=HERE)
         assert answer.status_code == 409, path
         assert answer.json()["servers"] == [
@@ -155,7 +162,7 @@ def test_without_an_operators_key_nobody_changes_a_server(make, key):
 
 
 def test_what_changes_one_server_is_refused_by_name(setup):
-    for method, path in ways(Way.NOBODY):
+    for method, path in ways(Answerer.NOBODY):
         answer = setup.client.request(method, path, headers=HERE)
         assert answer.status_code == 403
         assert f"{method} {path} is for one server" in answer.json()["error"]["message"]
@@ -210,7 +217,9 @@ EVIL = {"kv_transfer_params": {"remote_host": "evil"}}
 def test_a_client_says_nowhere_where_kv_lies(setup, path, nested):
     body = {"input": "kv_transfer_params", **(EVIL if nested is None else {nested: EVIL})}
     setup.client.post(path, json=body)
-    kept = {"input": "kv_transfer_params"} | ({} if nested is None else {nested: {}})
+    kept: dict[str, Any] = {"input": "kv_transfer_params"}
+    if nested is not None:
+        kept[nested] = {}
     assert json.loads(setup.asked[0].body) == kept
 
 

@@ -7,12 +7,12 @@ from functools import partial
 import httpx
 import pytest
 
-from kvferry.cluster.answer import TextCodec
 from kvferry.cluster.launcher import Cluster
-from kvferry.cluster.messages import EngineAddress, RouterSettings
-from kvferry.cluster.router import Router
-from kvferry.cluster.router_client import RouterClient
 from kvferry.config import ClusterConfig
+from kvferry.router.answer import TextCodec
+from kvferry.router.router import Router
+from kvferry.router.router_client import RouterClient
+from kvferry.serving.messages import EngineAddress, RouterSettings
 from kvferry.testing.waiting import until
 from tests.cluster.test_starved import REQUESTS, ask, undivided
 from tests.load import Load
@@ -88,9 +88,13 @@ def test_engines_come_and_go_under_load_and_every_answer_is_right(start, servers
     url = servers.start(Router(settings, TextCodec.open(folder)).app())
     router = RouterClient(url, "operator")
 
-    def state(role, name):
-        found = {(one["role"], one["name"]): one["state"] for one in router.engines()}
-        return found.get((role, name))
+    def is_in_state(role, name, state):
+        return (role, name, state) in {
+            (one["role"], one["name"], one["state"]) for one in router.engines()
+        }
+
+    def has_no_requests(cluster):
+        return not any(live_requests(cluster.engines[0]).values())
 
     until(lambda: all(one["state"] == "ready" for one in router.engines()))
     numbers = itertools.cycle(range(REQUESTS))
@@ -102,10 +106,10 @@ def test_engines_come_and_go_under_load_and_every_answer_is_right(start, servers
             for role in ("prefill", "decode"):
                 come = begin(f"{role}-{number + 2}")
                 router.put(role, come.name, come.url)
-                until(lambda role=role, come=come: state(role, come.name) == "ready")
+                until(partial(is_in_state, role, come.name, "ready"))
                 go = f"{role}-{number}"
                 router.drain(role, go)
-                until(lambda role=role, go=go: state(role, go) == "drained")
+                until(partial(is_in_state, role, go, "drained"))
                 router.delete(role, go)
                 running.pop(go).close()
             load.goes_on()
@@ -113,4 +117,4 @@ def test_engines_come_and_go_under_load_and_every_answer_is_right(start, servers
     print(f"{ROUNDS} rounds of two changes, {len(load.answers)} answers, {load.errors=}, {wrong=}")
     assert (load.errors, wrong) == ([], [])
     for cluster in running.values():  # nothing is stranded
-        until(lambda cluster=cluster: not any(live_requests(cluster.engines[0]).values()))
+        until(partial(has_no_requests, cluster))

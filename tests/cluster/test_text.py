@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from kvferry.cluster.answer import TextCodec, TextStream
 from kvferry.errors import ModelError
+from kvferry.router.answer import TextCodec, TextStream
 
 EOS = 256
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.cluster.launcher import Cluster
 from kvferry.config import ClusterConfig
-from kvferry.control.tracing import checked_traceparent
+from kvferry.observe.spans import checked_traceparent
 from kvferry.testing.waiting import until
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -106,7 +106,7 @@ def rotel(url):
     anywhere = ("127.0.0.1", 0)
     with socket.create_server(anywhere) as one, socket.create_server(anywhere) as other:
         http, grpc = (f"127.0.0.1:{free.getsockname()[1]}" for free in (one, other))
-    command = [agent, "start", "--otlp-http-endpoint", http, "--otlp-grpc-endpoint", grpc]
+    command = [str(agent), "start", "--otlp-http-endpoint", http, "--otlp-grpc-endpoint", grpc]
     onward = ["--exporter", "otlp", "--otlp-exporter-protocol", "http"]
     with subprocess.Popen([*command, *onward, "--otlp-exporter-endpoint", url]) as process:
         try:

@@ -9,19 +9,6 @@ import time
 import msgspec
 import pytest
 
-from kvferry.cluster import watch
-from kvferry.cluster.engines import Engine
-from kvferry.cluster.router_client import RouterClient
-from kvferry.cluster.snapshot import (
-    MOST_ROWS,
-    Figures,
-    Rates,
-    Seen,
-    Snapshot,
-    figures_in,
-    request_view,
-    snapshot_of,
-)
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import (
     ErrorEvent,
@@ -33,8 +20,22 @@ from kvferry.control.messages import (
     TransferStatus,
 )
 from kvferry.control.server import ControlServer
-from kvferry.control.tracing import RequestSpan
 from kvferry.errors import KVFerryError, PeerLostError
+from kvferry.observe.spans import RequestSpan
+from kvferry.router import watch
+from kvferry.router.engine_client import EngineClient
+from kvferry.router.engines import Engine
+from kvferry.router.router_client import RouterClient
+from kvferry.router.snapshot import (
+    MOST_ROWS,
+    ClusterFigures,
+    Rates,
+    Seen,
+    Snapshot,
+    figures_in,
+    request_view,
+    snapshot_of,
+)
 from kvferry.testing.waiting import WAIT_S, until
 
 OURS = """\
@@ -67,16 +68,25 @@ vllm:kvferry_load_bytes_sum{engine="0",model_name="m"} 4096.0
 
 
 def test_the_metrics_of_an_engine_of_ours():
-    assert figures_in(OURS) == Figures(
+    assert figures_in(OURS) == ClusterFigures(
         running=2, waiting=5, loading=1, lent=4, free_blocks=30, blocks=64,
         loaded={"p0": 1_500_000, "p1": 200},
     )  # fmt: skip
 
 
 def test_a_vllm_servers_engines_are_added_up_and_the_rest_is_not_told():
-    assert figures_in(VLLM) == Figures(
+    assert figures_in(VLLM) == ClusterFigures(
         running=4, waiting=0, free_blocks=175, blocks=300, loaded={"": 4096}
     )
+
+
+def test_an_sglang_servers_requests_and_loads_are_told():
+    text = """\
+sglang:num_running_reqs{model_name="m",tp_rank="0"} 3.0
+sglang:num_queue_reqs{model_name="m",tp_rank="0"} 2.0
+sglang:kvferry_load_bytes_sum{dp_rank="0",model_name="m"} 4096.0
+"""
+    assert figures_in(text) == ClusterFigures(running=3, waiting=2, loaded={"": 4096})
 
 
 @pytest.mark.parametrize(
@@ -90,7 +100,7 @@ def test_a_vllm_servers_engines_are_added_up_and_the_rest_is_not_told():
     ],
 )
 def test_what_is_no_figure_is_not_told(text):
-    assert figures_in(text) == Figures()
+    assert figures_in(text) == ClusterFigures()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +120,9 @@ def test_metrics_that_cannot_be_read_are_one_kind_of_error(line):
 
 
 def engine(name="d0", role="decode"):
-    return Engine(name, f"http://user:secret@{name}", role, None, healthy=True, last_error="")
+    found = Engine(name, f"http://user:secret@{name}", role, EngineClient({}))
+    found.health.up()
+    return found
 
 
 def report(engine_id="d0", *, peers=(), leases=(), transfers=(), errors=(), incarnation="1"):
@@ -169,9 +181,9 @@ def test_the_rate_of_a_pair_is_that_of_the_last_seconds_and_begins_anew_with_its
 
 def test_the_control_channel_tells_of_pairs_and_the_metrics_where_it_does_not():
     peers = [peer(loaded=5), peer(loaded=7, transport="shm", incarnation="2"), peer("p1")]
-    ours = Seen(engine(), Figures(loaded={"p0": 1}), report(peers=peers))
-    foreign = Seen(engine("host:8200"), Figures(loaded={"": 9}))
-    lender = Seen(engine("host:8100", "prefill"), Figures(loaded={"": 0}))
+    ours = Seen(engine(), ClusterFigures(loaded={"p0": 1}), report(peers=peers))
+    foreign = Seen(engine("host:8200"), ClusterFigures(loaded={"": 9}))
+    lender = Seen(engine("host:8100", "prefill"), ClusterFigures(loaded={"": 0}))
 
     pairs = take(ours, foreign, lender).pairs
 
@@ -205,7 +217,7 @@ def test_long_tables_are_cut_and_say_so_and_the_oldest_leases_stay():
 
 def test_of_too_many_engines_those_with_trouble_are_shown():
     engines = [engine(f"d{number}") for number in range(MOST_ROWS + 1)]
-    engines[-1].down("it hangs", reached=False)
+    engines[-1].health.down("it hangs", reached=False)
 
     snapshot = take(*(Seen(one) for one in engines))
 
@@ -360,9 +372,10 @@ def test_engines_are_asked_only_while_somebody_watches(watched):
 @pytest.mark.timed("Three of 30 snapshots must be those of both watchers.")
 def test_watchers_share_one_poll(watched):
     streams = [snapshots(watched) for _ in range(2)]
-    first, second = times = set(), set()
+    first: set[float] = set()
+    second: set[float] = set()
     for _ in range(30):  # who takes long leaves some out
-        for stream, seen in zip(streams, times, strict=True):
+        for stream, seen in zip(streams, (first, second), strict=True):
             seen.add(next(stream).time)
         if len(first & second) == 3:
             break

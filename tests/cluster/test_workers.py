@@ -10,22 +10,26 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
+from typing import cast
 
 import httpx
 import msgspec
 import psutil
 import pytest
 
-from kvferry.cluster import workers as workers_module
-from kvferry.cluster.counts import SLOTS, CountTable
-from kvferry.cluster.engine_client import EngineClient
-from kvferry.cluster.members import Members
-from kvferry.cluster.messages import EngineAddress, RouterSettings
-from kvferry.cluster.workers import Leader, Tell, Workers, WorkerSettings
 from kvferry.config import RouterConfig
 from kvferry.errors import WorkerDiedError
+from kvferry.router import health
+from kvferry.router.counts import SLOTS, CountTable
+from kvferry.router.engine_client import EngineClient, HttpAnswer
+from kvferry.router.health import SGLangServer, Told
+from kvferry.router.members import Members
+from kvferry.router.workers import Leader, Tell, Workers, WorkerSettings
+from kvferry.serving.messages import EngineAddress, RouterSettings
 from kvferry.testing.waiting import WAIT_S, until
 from tests.cluster.conftest import FakeEngine
+from tests.load import stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -62,6 +66,7 @@ class Running:
             env={**os.environ, "TMPDIR": str(folder)},
         )
         os.close(report_to)
+        assert self.leader.stdin is not None
         self.leader.stdin.write(msgspec.json.encode(settings) + b"\n")
         self.leader.stdin.flush()
         with os.fdopen(reports, "rb") as events:
@@ -112,6 +117,10 @@ class Running:
                 found[each.cmdline()[-1]] = each
         return {int(name[7:]): each for name, each in found.items() if name.startswith("worker-")}
 
+    def doors(self):
+        """Number of the workers' connections within this host, to their leader among them."""
+        return sum(len(each.net_connections("unix")) for each in self.workers().values())
+
     def refuses(self):
         """Whether new connections are."""
         try:
@@ -124,9 +133,9 @@ class Running:
     def only(self, number):
         """Connections that are made now are that worker's: the others are stopped."""
         others = [process for each, process in self.workers().items() if each != number]
-        for process in others:
-            process.suspend()
         try:
+            for process in others:
+                stop(process.pid)
             yield
         finally:
             for process in others:
@@ -162,6 +171,7 @@ class Running:
             process.resume()
         self.leader.terminate()
         self.leader.wait(WAIT_S)
+        assert self.leader.stdin is not None
         self.leader.stdin.close()
 
 
@@ -327,6 +337,19 @@ def test_a_body_that_is_too_long_for_an_engine_is_refused_by_name(running):
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_long")
 
 
+def test_a_client_that_leaves_does_not_wait_for_a_leader_that_hangs(running):
+    with socket.create_connection(("127.0.0.1", running.port)) as client:
+        stop(running.leader.pid)
+        before = running.doors()
+        try:
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            until(lambda: running.doors() > before)
+            client.close()
+            until(lambda: running.doors() == before)
+        finally:
+            running.leader.send_signal(signal.SIGCONT)
+
+
 # ---- processes that end --------------------------------------------------------------------------
 
 
@@ -387,7 +410,7 @@ def test_the_end_lets_open_requests_end_and_leaves_no_process_and_no_file(ending
 
 
 def test_a_router_whose_workers_cannot_start_ends_and_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(workers_module.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     settings = RouterSettings(engines=(), foreign=True, workers=2)
 
     async def run():
@@ -446,32 +469,84 @@ def test_members_of_a_worker_are_those_of_its_leader_in_their_order():
     follower.follow(members.states())
 
     assert [each.name for each in follower] == ["d2", "d3", "d0"]
-    assert known[0].is_leaving
-    assert known[1].is_leaving
+    assert known[0].health.is_leaving
+    assert known[1].health.is_leaving
     assert follower.find("decode", "d2") is known[2]
-    assert follower.find("decode", "d3").control == "d3:1"
+    assert follower.find("decode", "d3").told.control == "d3:1"
     # What works for the d0 of before does not count for the new one.
     assert follower.find("decode", "d0").outstanding == 0
+
+
+def test_an_engine_that_was_replaced_is_asked_no_more_while_the_new_one_works(monkeypatch):
+    monkeypatch.setattr(health, "PROBE_INTERVAL_S", 0.02)
+
+    class Client:
+        def __init__(self):
+            self.asked = Counter[str]()
+
+        async def ask(self, _method, url):
+            self.asked[url] += 1
+            return HttpAnswer(503, b"")
+
+    async def run():
+        client = Client()
+        settings = RouterSettings(engines=(EngineAddress.of("decode", "http://old", "d0"),))
+        fd = CountTable.make(1)
+        known = Members(settings, cast(EngineClient, client), table=CountTable(fd, 1, 0))
+        os.close(fd)
+        async with asyncio.timeout(WAIT_S), known.watching():
+            await asyncio.sleep(0.1)
+            known.add(EngineAddress.of("decode", "http://new", "d0")).pace.requests.add(1)
+            await asyncio.sleep(0.1)
+            before = client.asked["http://old/health"]
+            while client.asked["http://new/health"] < 10:
+                await asyncio.sleep(0.01)
+            assert client.asked["http://old/health"] == before > 0
+
+    asyncio.run(run())
 
 
 def test_of_an_engines_health_the_latest_word_counts():
     members, follower = followed("d0")
     (leads,), (follows,) = members, follower
-    leads.up()
+    leads.health.up()
     told = members.states()
-    follows.down("a request failed", reached=True)
+    follows.health.down("a request failed", reached=True)
 
     follower.follow(told)
-    assert (follows.healthy, follows.last_error) == (False, "a request failed")
+    assert (follows.status.healthy, follows.status.last_error) == (False, "a request failed")
 
-    leads.up()
+    leads.health.up()
     follower.follow(members.states())
-    assert (follows.healthy, follows.last_error) == (True, "")
+    assert (follows.status.healthy, follows.status.last_error) == (True, "")
 
-    leads.down("it hangs", reached=False)
-    leads.is_slow = True
+    leads.health.down("it hangs", reached=False, is_slow=True)
     follower.follow(members.states())
-    assert (follows.state, follows.down_since) == ("slow", leads.down_since)
+    assert (follows.state, follows.status.down_since) == ("slow", leads.status.down_since)
+
+
+def test_a_worker_does_not_unlearn_of_which_kind_an_engine_is():
+    """From a leader whose first health check has not ended, or did not come through."""
+    members, follower = followed("d0")
+    (leads,), (follows,) = members, follower
+    server = SGLangServer(
+        version="0.5.23",
+        disaggregation_mode="decode",
+        disaggregation_transfer_backend="kvferry",
+        disaggregation_bootstrap_port=8998,
+    )
+    leads.health.enter(EngineAddress(name="d0", role="decode", url="http://d0", control="d0:1"))
+    follower.follow(members.states())
+    assert follows.told.control == "d0:1"
+    follows.health.told = Told(sglang=server, max_model_len=512)
+    follows.health.up()
+
+    follower.follow(members.states())
+    assert (follower.have_sglang, follower.max_model_len) == (True, 512)
+
+    leads.health.down("it is no SGLang server any more", reached=True)
+    follower.follow(members.states())
+    assert (follower.have_sglang, follower.max_model_len) == (False, None)
 
 
 def test_a_worker_that_hears_nothing_of_its_leader_any_more_ends(monkeypatch, tmp_path):
@@ -490,7 +565,7 @@ def test_a_worker_that_hears_nothing_of_its_leader_any_more_ends(monkeypatch, tm
     leader = Leader(settings)
     os.close(fd)
     ended = []
-    monkeypatch.setattr(workers_module.os, "kill", lambda *told: ended.append(told))
+    monkeypatch.setattr(os, "kill", lambda *told: ended.append(told))
     members.add(EngineAddress(name="d1", role="decode", url="http://d1"))
 
     async def run():

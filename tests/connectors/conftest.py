@@ -10,7 +10,10 @@ import pytest
 
 from benchmarks.vllm_servers import ports
 from kvferry.config import KVTransferConfig
+from kvferry.connectors.pull import worker as pull_worker
+from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.fake_engine import FakeEngine, Groups
+from kvferry.testing.host_device import HostDevice
 from tests.connectors.engines import pull_config
 
 PLUGIN = """
@@ -55,7 +58,7 @@ class NoConnector:
 
 
 @pytest.fixture
-def outside_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def outside_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A module ``outside_plugin`` on the path, its entry points registered; returns its name."""
     (tmp_path / "outside_plugin.py").write_text(PLUGIN)
     metadata = tmp_path / "outside_plugin-1.0.dist-info"
@@ -85,12 +88,12 @@ def pull_configs(
     request: pytest.FixtureRequest,
 ) -> Callable[..., tuple[KVTransferConfig, KVTransferConfig]]:
     """Makes the configs of two engines' PullConnectors; takes further extra keys."""
+    # One test of the suites waits for the end of a lease that nobody takes. The others take their
+    # leases, on a busy machine late.
+    waits = "nobody_fetches" in request.node.name
 
     def make(**extra: Any) -> tuple[KVTransferConfig, KVTransferConfig]:
-        # The suites wait for the end of leases that nobody took: not for long. Those in every
-        # gate wait longer, as engines there must keep their leases on a busy machine.
-        is_smoke = request.node.get_closest_marker("smoke") is not None
-        keys = {"lease_duration_s": 3.0 if is_smoke else 0.5} | extra
+        keys = {"lease_duration_s": 1.0 if waits else 30.0} | extra
         return pull_config("kv_producer", "p", **keys), pull_config("kv_consumer", "d", **keys)
 
     return make
@@ -123,6 +126,18 @@ def open_engine() -> Iterator[Callable[..., FakeEngine]]:
             return engine
 
         yield open_one
+
+
+@pytest.fixture
+def host_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevice]:
+    """A device on which caches may lie; the transport ``cuda_ipc`` is that of this device."""
+    with (
+        HostDevice() as device,
+        temporary_plugin(TRANSPORTS, "cuda_ipc", device.ipc_transport()),
+    ):
+        monkeypatch.setattr(pull_worker, "open_stream", lambda _: device.open_stream())
+        yield device
+    assert [stream.pinned for stream in device.streams] == [[]] * len(device.streams)
 
 
 @pytest.fixture

@@ -5,8 +5,11 @@ from typing import Any
 import msgspec
 
 from kvferry.config import KVTransferConfig
+from kvferry.connectors.pull.scheduler import PullScheduler
 from kvferry.control.tickets import sign, verify
 from kvferry.testing.connector_conformance import Pair, small_geometry
+from kvferry.testing.fake_engine import FakeEngine
+from kvferry.testing.fake_rank import FakeRequest
 
 KEY = "k" * 32
 WAIT_S = 60.0
@@ -24,6 +27,32 @@ def pull_config(role: str, engine_id: str, kv_port: int = 0, **extra: Any) -> KV
         kv_port=kv_port,
         kv_connector_extra_config={"cluster_key": KEY, "handshake_timeout_s": 30.0, **extra},
     )
+
+
+def on_devices(config: KVTransferConfig, device: str, transport: Any) -> KVTransferConfig:
+    """The config of an engine whose caches are on a device."""
+    extra = {**config.kv_connector_extra_config, "transport": transport}
+    return msgspec.structs.replace(config, kv_buffer_device=device, kv_connector_extra_config=extra)
+
+
+def pull_scheduler(engine: FakeEngine) -> PullScheduler:
+    """The engine's half of the PullConnector, with more methods than every connector has."""
+    assert isinstance(engine.scheduler, PullScheduler)
+    return engine.scheduler
+
+
+def params_of(source: FakeRequest) -> dict[str, Any]:
+    """The params with which the source has answered, for a decode engine."""
+    assert source.response_params is not None
+    return source.response_params
+
+
+def passed_on(source: FakeRequest) -> FakeRequest:
+    """What a router says of a ticket that another decode engine was given: this one waits until it
+    knows that the lease is its own.
+    """
+    params_of(source)["passed_on"] = True
+    return source
 
 
 def served(pair: Pair, request_id: str) -> None:

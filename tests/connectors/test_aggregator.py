@@ -12,7 +12,8 @@ from hypothesis.errors import NoSuchExample
 
 from kvferry.connectors import aggregator as module
 from kvferry.connectors.aggregator import KVOutputAggregator
-from kvferry.connectors.base import KVConnectorOutput, TransferRecord
+from kvferry.connectors.base import KVConnectorOutput
+from kvferry.observe.records import TransferRecord
 
 pytestmark = pytest.mark.smoke
 
@@ -223,7 +224,9 @@ class TestTheRest:
 
     def test_the_output_rank_lends_everything_else(self):
         outputs = [Output(None, sampled=[1]), Output(None, sampled=[2])]
-        assert KVOutputAggregator(2).aggregate(outputs, output_rank=1).sampled == [2]
+        result = KVOutputAggregator(2).aggregate(outputs, output_rank=1)
+        assert result is not None
+        assert result.sampled == [2]
 
     def test_a_dead_output_rank_loses_no_reports(self):
         aggregator = KVOutputAggregator(2)
@@ -263,7 +266,7 @@ class TestTheRest:
         given_ = [RankOutput(sent("a").kv_connector_output), RankOutput(None)]
         result = KVOutputAggregator(2).aggregate(given_)
         assert result is not given_[0]
-        assert given_[0].kv_connector_output.finished_sending == {"a"}
+        assert given_ == [RankOutput(sent("a").kv_connector_output), RankOutput(None)]
 
 
 # --- law 4 ------------------------------------------------------------------------------------
@@ -295,7 +298,8 @@ histories = st.lists(st.lists(reports(), min_size=WORLD, max_size=WORLD), max_si
 
 def completion(history, direction: str, request_id: str) -> int | None:
     """The step in which a request is complete, by the whole history from its start."""
-    expected, needed, ranks = WORLD, None, set()
+    expected, needed = WORLD, None
+    ranks: set[int] = set()
     for step, outputs in enumerate(history):
         for rank, out in enumerate(outputs):
             if out is None:
@@ -335,7 +339,8 @@ def model(history) -> list[tuple]:
         failed = {
             i
             for i in done["finished_recving"]
-            if failed_by(history, completion(history, "finished_recving", i), i)
+            if (at := completion(history, "finished_recving", i)) is not None
+            and failed_by(history, at, i)
         }
         invalid = set().union(*(report.invalid_block_ids for report in told))
         total = sum(report.kv_connector_stats["n"] for report in told)
@@ -355,7 +360,9 @@ def observed(history, aggregator_class=KVOutputAggregator) -> list[tuple]:
         LawBrokenError: an id is reported twice, or fails without an end.
     """
     aggregator = aggregator_class(WORLD)
-    sending, recving, failed, invalid, total, events = set(), set(), set(), set(), 0, []
+    sending: set[str] = set()
+    recving: set[str] = set()
+    failed, invalid, total, events = set(), set(), 0, []
     seen = []
     for outputs in history:
         result = aggregator.aggregate(outputs)

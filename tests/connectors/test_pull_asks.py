@@ -2,14 +2,18 @@
 
 import queue
 import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from kvferry.connectors.pull import asks
+from kvferry.connectors.pull.pursuit import PursuitState
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import AskState
 from kvferry.control.proofs import veil
-from kvferry.control.tickets import Transfer, verify
+from kvferry.control.tickets import TransferId, verify
 from kvferry.errors import PeerEndedError, PeerLostError, TicketError, TicketExpiredError
 from kvferry.testing.fake_engine import run
 from kvferry.testing.fake_rank import FakeRequest, Stage
@@ -28,24 +32,34 @@ def source(open_engine):
 @pytest.fixture
 def begin(source):
     """Makes transfers of the source."""
-    return lambda key=KEYS: Transfer.begin(f"127.0.0.1:{source.scheduler.port}", key)
+    return lambda key=KEYS: TransferId.begin(f"127.0.0.1:{source.scheduler.port}", key)
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Somebody who asks for what a source lends."""
+
+    client: ControlClient
+    address: str
+    incarnation: str
+    told: queue.Queue[Any] = field(default_factory=queue.Queue)
+    """What the source says unasked."""
+
+    def ask_for(self, transfer):
+        return self.client.ask(self.address, self.incarnation, transfer).result(WAIT_S)
 
 
 @pytest.fixture
 def asker(source, open_engine):
-    """Somebody who asks for what the source lends; and what it is told unasked."""
+    """Somebody who has met the source."""
     target = open_engine("d", TARGET)
-    described = target.scheduler._description
-    told = queue.Queue()
+    described = target.scheduler.description.told
     with ControlClient(engine_id="d", incarnation=described.incarnation) as client:
         address = f"127.0.0.1:{source.scheduler.port}"
         theirs = client.handshake(address, described).result(WAIT_S)
-        client.listen(lambda _, news: told.put(news))
-        client.told = told
-        client.ask_for = lambda transfer: client.ask(address, theirs.incarnation, transfer).result(
-            WAIT_S
-        )
-        yield client
+        asker = Asker(client, address, theirs.incarnation)
+        client.listen(lambda _, news: asker.told.put(news))
+        yield asker
 
 
 def lends(transfer):
@@ -75,7 +89,7 @@ def test_who_asked_gets_the_ticket_as_soon_as_the_prompt_is_lent(source, begin, 
     }
     secret = veil(ticket.secret, transfer.secret, ticket.lease_id)
     address = f"127.0.0.1:{source.scheduler.port}"
-    asker.release(address, ticket.incarnation, {ticket.lease_id: secret}).result(WAIT_S)
+    asker.client.release(address, ticket.incarnation, {ticket.lease_id: secret}).result(WAIT_S)
     run([source], is_over(source), timeout_s=WAIT_S, what="the end of the lease")
     assert asker.ask_for(transfer).reason == f"lease {ticket.lease_id} has ended"
 
@@ -96,7 +110,7 @@ def test_who_asked_hears_of_an_abort(source, begin, asker, when):
 
 
 def test_who_asked_hears_that_the_source_may_not_lend_so_much(source, begin, asker):
-    source.scheduler._lender.leases.max_blocks = 1
+    source.scheduler.lender.leases.max_blocks = 1
     transfer = begin()
     source.add("r", TOKENS, lends(transfer))
     asker.ask_for(transfer)
@@ -114,7 +128,7 @@ def test_what_was_asked_for_and_nobody_took_is_taken_back(source, begin):
     assert "r" in source.held
     source.scheduler.take_back(request.response_params)
     run([source], is_over(source), timeout_s=WAIT_S, what="the end of the lease")
-    assert source.scheduler._lender.leases.counters()["released"] == 1
+    assert source.scheduler.lender.leases.counters()["released"] == 1
 
 
 # ---- the target ---------------------------------------------------------------------------------
@@ -132,7 +146,7 @@ def loads(transfer):
 
 
 def counter(engine, name):
-    return engine.scheduler._server.status().counters.get(name, 0)
+    return engine.scheduler.server.status().counters.get(name, 0)
 
 
 @pytest.mark.parametrize("order", LOADS_LATER)
@@ -156,8 +170,8 @@ def test_a_target_that_is_sent_the_request_at_once_loads_it(source, target, begi
         request = add_target()
     run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the load")
     assert (request.error, request.failed, request.external_tokens) == (None, False, len(TOKENS))
-    assert source.scheduler._lender.leases.counters() == {"done": 1}
-    assert not target.scheduler._asks
+    assert source.scheduler.lender.leases.counters() == {"done": 1}
+    assert not target.scheduler.borrower.loads
     source.check_memory()
     target.check_memory()
 
@@ -198,7 +212,7 @@ def test_a_ticket_that_nobody_wants_any_more_is_given_back(source, target, begin
     if when == "unknown":
         source.add("r", TOKENS, lends(transfer))
     run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the end of the lease")
-    assert source.scheduler._lender.leases.counters() == {"released": 1}
+    assert source.scheduler.lender.leases.counters() == {"released": 1}
 
 
 @pytest.mark.parametrize("when", ["unknown", "lent"])
@@ -215,8 +229,8 @@ def test_a_request_that_the_engines_front_refused_gives_the_ticket_back(
         until_asked(target, source, "requests.Ask")
         source.add("at the source", TOKENS, lends(transfer))
     run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the end of the lease")
-    assert source.scheduler._lender.leases.counters() == {"released": 1}
-    assert not target.scheduler._asks
+    assert source.scheduler.lender.leases.counters() == {"released": 1}
+    assert not target.scheduler.borrower.loads
 
 
 def test_a_refused_request_does_not_give_back_what_another_one_asks_for(source, target, begin):
@@ -235,7 +249,7 @@ def test_a_target_that_has_all_of_it_gives_the_ticket_back(source, target, begin
     source.add("r", prompt, lends(transfer))
     run([source, target], both_over(source, target), timeout_s=WAIT_S, what="both requests")
     assert (request.external_tokens, request.error) == (0, None)
-    assert source.scheduler._lender.leases.counters() == {"released": 1}
+    assert source.scheduler.lender.leases.counters() == {"released": 1}
 
 
 def test_a_prompt_of_which_nothing_is_lent_is_computed_and_no_load_has_failed(
@@ -286,12 +300,12 @@ def test_a_source_that_has_forgotten_the_request_is_named_after_a_while(
     transfer = begin()
     source.add("r", TOKENS, lends(transfer))
     request = target.add("r", TOKENS, loads(transfer))
-    sources = target.scheduler._sources
-    pending = target.scheduler._asks["r"]
-    run([target], lambda: pending.incarnation, timeout_s=WAIT_S, what="the source to know it")
-    assert sources._asks._waiting
+    pursuits = target.scheduler.sources.pursuits
+    pursuit = target.scheduler.borrower.loads["r"].pursuit
+    run([target], lambda: pursuit.ask.incarnation, timeout_s=WAIT_S, what="the source to know it")
+    assert pursuits.asks._waiting
     # It said that it will lend nothing, to nobody; and longer ago than it remembers.
-    source.scheduler._server.asks._known.clear()
+    source.scheduler.server.asks._known.clear()
     run([target], is_over(target), timeout_s=WAIT_S, what="the end of the wait")
     assert "did not get request 'r'" in str(request.error)
 
@@ -299,29 +313,30 @@ def test_a_source_that_has_forgotten_the_request_is_named_after_a_while(
 def test_time_in_which_a_source_owes_an_answer_is_not_charged(target, begin):
     """The simulation has the whole of it; this is the arithmetic."""
     pulled = target.scheduler
-    waiting, now = pulled._sources._asks, pulled._clock()
+    waiting, now = pulled.sources.pursuits.asks, time.monotonic()
     target.add("r", TOKENS, loads(begin()))
-    pending = pulled._asks["r"]
-    with pulled._sources._lock:
-        pending.looked, pending.deadline, pending.is_owed = now, now + 30.0, False
+    pursuit = pulled.borrower.loads["r"].pursuit
+    with pulled.sources.agenda.lock:
+        pursuit.deadline, pursuit.ask.looked, pursuit.ask.is_owed = now + 30.0, now, False
+        pursuit.source.error = pursuit.source.handshake = None
 
         def look(seconds, *, owes, has_run=True):
-            pending.is_asked = owes
-            waiting.expire(pending.transfer.address, now + seconds, has_run, lambda _: owes)
-            return pending.deadline - now
+            pursuit.is_asked = owes
+            waiting.expire(pursuit.source, now + seconds, has_run)
+            return pursuit.deadline - now
 
         assert look(0.0, owes=True) == pytest.approx(30.0)
         assert look(100.0, owes=False) == pytest.approx(130.0)  # a slow answer
         assert look(300.0, owes=False, has_run=False) == pytest.approx(330.0)  # we did not run
         for asked in range(305, 400, 5):  # and now it says every 5 s, in 1 s, that it knows nothing
-            assert pending.error is None
+            assert pursuit.standing.error is None
             look(asked, owes=True)
             look(asked + 1, owes=False)
-            if pending.error is not None:
+            if pursuit.standing.error is not None:
                 break
     # Of each 5 s 4 are charged: 8 times that is more than 30 s.
     assert asked == 340
-    assert isinstance(pending.error, PeerLostError)
+    assert isinstance(pursuit.standing.error, PeerLostError)
 
 
 def test_a_target_whose_lease_was_revoked_before_it_read_asks_again(source, open_engine, begin):
@@ -331,19 +346,23 @@ def test_a_target_whose_lease_was_revoked_before_it_read_asks_again(source, open
     lent = source.add("at the source", TOKENS, lends(transfer))
     source.step()
     request = target.add("r", (*TOKENS, 7), loads(transfer))
-    known = target.scheduler._loads
-    run([target], lambda: "r" in known and known["r"].is_held, timeout_s=WAIT_S, what="the lease")
+    known = target.scheduler.borrower.loads
+
+    def is_ours():
+        return "r" in known and known["r"].pursuit.standing.state is PursuitState.GROWING
+
+    run([target], is_ours, timeout_s=WAIT_S, what="the lease")
     first = known["r"].lease_id
     source.preempt("at the source")
     source.step()
-    assert source.scheduler._server.asks._known[transfer.transfer_id].answer.state == "coming"
-    run([target], lambda: "r" in target.scheduler._asks, timeout_s=WAIT_S, what="another ask")
+    assert source.scheduler.server.asks._known[transfer.transfer_id].answer.state == "coming"
+    run([target], lambda: known["r"].pursuit.ask.lost, timeout_s=WAIT_S, what="another ask")
     target.step()
     assert request.stage is Stage.WAITING
     run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the load")
     assert (request.error, request.failed, request.external_tokens) == (None, False, len(TOKENS))
     assert lent.finished_cleanly
-    assert source.scheduler._lender.leases.counters() == {"revoked": 1, "done": 1}
+    assert source.scheduler.lender.leases.counters() == {"revoked": 1, "done": 1}
     assert first not in known
     assert not counter(target, "errors.load")
     source.check_memory()
@@ -357,27 +376,32 @@ def test_a_target_that_asks_again_in_vain_computes_the_prompt(source, open_engin
     source.add("at the source", TOKENS, lends(transfer))
     source.step()
     request = target.add("r", (*TOKENS, 7), loads(transfer))
-    known = target.scheduler._loads
-    run([target], lambda: "r" in known and known["r"].is_held, timeout_s=WAIT_S, what="the lease")
+    known = target.scheduler.borrower.loads
+
+    def is_ours():
+        return "r" in known and known["r"].pursuit.standing.state is PursuitState.GROWING
+
+    run([target], is_ours, timeout_s=WAIT_S, what="the lease")
     source.preempt("at the source")
     source.step()
     source.abort("at the source")
     run([source, target], both_over(source, target), timeout_s=WAIT_S, what="both requests")
     assert (request.error, request.external_tokens) == (None, 0)
     assert target.scheduler.counters()["asks_denied"] == 1
-    assert not target.scheduler._asks
+    assert not target.scheduler.borrower.loads
 
 
 def held_by(source):
     """The leases of a source: id → the engine that holds it."""
-    leases = source.scheduler._lender.leases.snapshot()
+    leases = source.scheduler.lender.leases.snapshot()
     return {lease.lease_id: lease.target for lease in leases if lease.target}
 
 
 def keeps_nothing(target):
     """Whether a target has forgotten all that it has asked for."""
-    sources, tickets = target.scheduler._sources, target.scheduler._tickets
-    return not (sources._loads or sources._asks._waiting or tickets._seen._live)
+    sources = target.scheduler.sources
+    asks, tickets = sources.pursuits.asks, sources.pursuits.tickets
+    return not (sources.agenda.pursuits or asks._waiting or tickets.seen._live)
 
 
 def test_a_target_that_makes_no_step_takes_the_lease_that_it_has_asked_for(source, target, begin):
@@ -400,7 +424,7 @@ def test_a_lease_that_was_taken_between_two_steps_is_given_back_with_the_request
     run([source], lambda: held_by(source), timeout_s=WAIT_S, what="the lease to be taken")
     target.abort("r")
     run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the end of the lease")
-    assert source.scheduler._lender.leases.counters() == {"released": 1}
+    assert source.scheduler.lender.leases.counters() == {"released": 1}
     assert keeps_nothing(target)
 
 
@@ -408,12 +432,12 @@ def test_a_lease_that_was_taken_between_two_steps_is_given_back_with_the_request
 def test_an_engine_that_hangs_does_not_keep_the_lease_that_it_has_asked_for(open_engine):
     source = open_engine("p", SOURCE, lease_duration_s=3.0)  # renewed every half second
     target = open_engine("d", TARGET, progress_timeout_s=0.5)
-    transfer = Transfer.begin(f"127.0.0.1:{source.scheduler.port}", KEYS)
+    transfer = TransferId.begin(f"127.0.0.1:{source.scheduler.port}", KEYS)
     source.add("at the source", TOKENS, lends(transfer))
     request = target.add("r", (*TOKENS, 7), loads(transfer))
     run([source], is_over(source), timeout_s=WAIT_S, what="the end of the lease")
     # It was given up: a lease of a living connection is not left to expire.
-    assert source.scheduler._lender.leases.counters() == {"released": 1}
+    assert source.scheduler.lender.leases.counters() == {"released": 1}
     run([target], is_over(target), timeout_s=WAIT_S, what="the end of the request")
     assert "the engine has made no step for" in str(request.error)
     assert keeps_nothing(target)
@@ -439,7 +463,7 @@ def test_a_target_that_makes_no_step_asks_again_for_a_lease_that_was_revoked(
     run([source], is_taken_again, timeout_s=WAIT_S, what="the second lease to be taken")
     run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the load")
     assert (request.error, request.failed, request.external_tokens) == (None, False, len(TOKENS))
-    assert source.scheduler._lender.leases.counters() == {"revoked": 1, "done": 1}
+    assert source.scheduler.lender.leases.counters() == {"revoked": 1, "done": 1}
     assert keeps_nothing(target)
 
 
@@ -448,18 +472,38 @@ def test_the_ticket_of_a_lease_that_was_revoked_is_not_taken_for_another(source,
     source.add("at the source", TOKENS, lends(transfer))
     request = target.add("r", (*TOKENS, 7), loads(transfer))
     run([source], lambda: held_by(source), timeout_s=WAIT_S, what="the lease to be taken")
-    pending = target.scheduler._asks["r"]
-    lost = target.scheduler._sources.load_of(pending)
-    source.scheduler.revoke_leases()  # and it goes on saying that it is lent until its next step
-    with target.scheduler._sources._lock:
-        lost.next_renewal = 0.0
-        target.scheduler._sources._wake(lost.source)
+    lost = target.scheduler.borrower.loads["r"].pursuit
+    # And it goes on saying that it is lent until its next step.
+    source.scheduler.lender.leases.revoke_all()
+    with target.scheduler.sources.agenda.lock:
+        lost.due = 0.0
+        target.scheduler.sources.agenda.wake(lost.source)
     before = counter(source, "requests.Ask")
     until(lambda: counter(source, "requests.Ask") >= before + 2)
-    assert (pending.ticket, pending.error) == (None, None)
+    assert lost.successor.standing.is_asked_for
     run([source, target], both_over(source, target), timeout_s=WAIT_S, what="both requests")
     assert (request.error, request.external_tokens) == (None, 0)
     assert keeps_nothing(target)
+
+
+def test_a_load_that_is_refused_as_its_lease_is_revoked_waits_for_no_other(source, target, begin):
+    transfer = begin()
+    source.add("at the source", TOKENS, lends(transfer))
+    request = target.add("r", (*TOKENS, 7), loads(transfer))
+    run([source], lambda: held_by(source), timeout_s=WAIT_S, what="the lease to be taken")
+    revoked = target.scheduler.borrower.loads["r"].pursuit
+    source.scheduler.lender.leases.revoke_all()
+    with target.scheduler.sources.agenda.lock:
+        revoked.due = 0.0
+        target.scheduler.sources.agenda.wake(revoked.source)
+    until(lambda: revoked.successor is not None)
+    followed = revoked.successor
+    target.scheduler.sources.pursuits.refuse(revoked, TicketExpiredError("other weights"))
+    assert revoked.successor is None
+    assert followed.standing.state is PursuitState.UNWANTED
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="both requests")
+    assert isinstance(request.error, TicketExpiredError)
+    run([source, target], lambda: keeps_nothing(target), timeout_s=WAIT_S, what="the last answer")
 
 
 def test_a_ticket_for_another_prompt_is_refused_and_left_alone(source, target, begin):
@@ -470,7 +514,7 @@ def test_a_ticket_for_another_prompt_is_refused_and_left_alone(source, target, b
     assert isinstance(request.error, TicketError)
     assert "begins with other tokens" in str(request.error)
     run([target], lambda: not held_by(source), timeout_s=WAIT_S, what="the lease to be left")
-    assert source.scheduler._lender.leases.counters() == {}
+    assert source.scheduler.lender.leases.counters() == {}
     assert keeps_nothing(target)
 
 
@@ -488,7 +532,7 @@ def test_one_transfer_serves_one_request(source, target, begin):
 
 def test_a_target_asks_again_as_what_it_was_told_may_be_lost(source, target, begin, monkeypatch):
     monkeypatch.setattr(asks, "ASK_AGAIN_S", 0.01)
-    monkeypatch.setattr(source.scheduler._server, "_tell_askers", lambda *_: None)
+    monkeypatch.setattr(source.scheduler.server, "_tell_askers", lambda *_: None)
     transfer = begin()
     request = target.add("r", (*TOKENS, 7), loads(transfer))
     until_asked(target, source, "requests.Ask", 2)
@@ -516,7 +560,7 @@ def test_without_a_key_a_target_asks_its_peers_only(open_engine, begin):
 def test_without_a_key_a_target_loads_what_it_has_asked_for(open_engine):
     source = open_engine("p", SOURCE, cluster_key=None)
     target = open_engine("d", TARGET, cluster_key=None)
-    transfer = Transfer.begin(f"127.0.0.1:{source.scheduler.port}", None)
+    transfer = TransferId.begin(f"127.0.0.1:{source.scheduler.port}", None)
     request = target.add("r", (*TOKENS, 7), loads(transfer))
     until_asked(target, source, "requests.Ask")
     source.add("r", TOKENS, lends(transfer))
@@ -526,11 +570,11 @@ def test_without_a_key_a_target_loads_what_it_has_asked_for(open_engine):
 
 def test_a_source_that_was_started_again_is_not_waited_for(open_engine, target, free_port, soon):
     source = open_engine("p", SOURCE, kv_port=free_port)
-    transfer = Transfer.begin(f"127.0.0.1:{free_port}", KEYS)
+    transfer = TransferId.begin(f"127.0.0.1:{free_port}", KEYS)
     source.add("r", TOKENS, lends(transfer))
     request = target.add("r", TOKENS, loads(transfer))
-    pending = target.scheduler._asks["r"]
-    run([target], lambda: pending.incarnation, timeout_s=WAIT_S, what="the source to know it")
+    pursuit = target.scheduler.borrower.loads["r"].pursuit
+    run([target], lambda: pursuit.ask.incarnation, timeout_s=WAIT_S, what="the source to know it")
     source.close()
     again = open_engine("p", SOURCE, kv_port=free_port)
     run([target, again], is_over(target), timeout_s=WAIT_S, what="the end of the wait")
@@ -538,7 +582,7 @@ def test_a_source_that_was_started_again_is_not_waited_for(open_engine, target, 
 
 
 def replace_secret(transfer):
-    return Transfer(transfer.transfer_id, bytes(16))
+    return TransferId(transfer.transfer_id, bytes(16))
 
 
 @pytest.mark.parametrize("false", ["", 7, "another key", "another ticket"])
@@ -546,4 +590,4 @@ def test_a_request_with_a_transfer_that_is_not_the_routers_is_refused(source, be
     text = begin(b"x" * 32).text if false == "another key" else false
     with pytest.raises(TicketError, match="transfer"):
         source.add("r", TOKENS, {"do_remote_decode": True, "transfer": text})
-    assert len(source.scheduler._server.asks) == 0
+    assert len(source.scheduler.server.asks) == 0

@@ -8,13 +8,14 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.connectors.pull import groups, lender, scheduler
+from kvferry.connectors.pull import borrower, groups, lender
 from kvferry.control.tickets import prompt_digest, verify
 from kvferry.errors import KVFerryError
 from kvferry.testing.connector_conformance import (
@@ -25,7 +26,8 @@ from kvferry.testing.connector_conformance import (
     small_geometry,
 )
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
-from kvferry.testing.fake_rank import Stage
+from kvferry.testing.fake_rank import FakeRequest, Stage
+from kvferry.topology.group import GroupGeometry
 from tests.connectors.engines import KEY, WAIT_S, pull_config
 from tests.connectors.test_pull_states import RECURRENT, attention, recurrent
 
@@ -79,7 +81,9 @@ def with_states(choose: Choose) -> Groups:
     """Recurrent layers in one group or in two; a state per block, so that hits have one."""
     size, tp = choose((4, 8)), choose((1, 2, 4))
     layers = choose(((RECURRENT,), ((0, 3), (2,))))
-    made = [recurrent(choose(("BHD", "BDH")), size, tp=tp, layers=each) for each in layers]
+    made: list[GroupGeometry] = [
+        recurrent(choose(("BHD", "BDH")), size, tp=tp, layers=each) for each in layers
+    ]
     made.insert(choose((0, len(made))), attention(choose(("NHD", "HND")), size, tp=tp))
     return tuple(made)
 
@@ -127,6 +131,10 @@ def travel(chain: Chain) -> list[int]:
         return loaded
 
 
+def is_finished(request: FakeRequest) -> bool:
+    return request.stage is Stage.FINISHED
+
+
 def _sent(
     engines: Sequence[FakeEngine], hops: Sequence[Hop]
 ) -> tuple[list[int], Callable[[], object]]:
@@ -146,7 +154,7 @@ def _sent(
         request = engine.add(f"r{number}", tokens, wanted, local_blocks=hit)
         run(
             engines,
-            lambda request=request: request.stage is Stage.FINISHED,
+            partial(is_finished, request),
             timeout_s=WAIT_S,
             what=f"hop {number}",
         )
@@ -164,7 +172,7 @@ def _sent(
             ticket = verify(params["ticket"], KEY.encode())
             assert ticket.num_tokens == num_lent
             assert ticket.prompt_digest == prompt_digest(TOKENS[:num_lent])
-        give_back = lambda e=engine, p=params: e.scheduler.take_back(p)  # noqa: E731
+        give_back = partial(engine.scheduler.take_back, params)
     return loaded, give_back
 
 
@@ -222,7 +230,7 @@ def test_what_a_window_has_never_had_is_not_lent_on(
         request = engine.add(f"r{number}", TOKENS[: 40 + number], params | LENDS)
         run(
             engines,
-            lambda request=request: request.stage is Stage.FINISHED,
+            partial(is_finished, request),
             timeout_s=WAIT_S,
             what="its end",
         )
@@ -244,7 +252,7 @@ def lends_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loads_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the whole prompt for lent where only its beginning is."""
-    monkeypatch.setattr(scheduler, "_num_loadable", lambda load, request: request.num_tokens - 1)
+    monkeypatch.setattr(borrower, "_num_loadable", lambda load, request: request.num_tokens - 1)
 
 
 def frees_early(monkeypatch: pytest.MonkeyPatch) -> None:

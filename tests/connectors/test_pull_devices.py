@@ -8,141 +8,54 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from kvferry.config import KVTransferConfig
 from kvferry.connectors.pull import memory
-from kvferry.connectors.pull import worker as pull_worker
 from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
 from kvferry.connectors.pull.worker import PullWorker
 from kvferry.connectors.registry import connector_context
-from kvferry.errors import ConfigError
-from kvferry.layouts.arrays import ArrayView, MemorySpan, view_of
-from kvferry.layouts.device import CopyStream, HostMirror, Placer
-from kvferry.layouts.tiles import Runs, Tiles
-from kvferry.plugins import TRANSPORTS, temporary_plugin
+from kvferry.errors import ConfigError, TransferError
+from kvferry.layouts import Layout
+from kvferry.layouts.device import CopyStream, Placer, PreparedCopy
 from kvferry.testing.connector_conformance import (
     GEOMETRIES,
     HYBRID_GEOMETRIES,
     WINDOW,
     WINDOWED,
-    HybridConnectorConformance,
     Pair,
     open_pair,
     small_geometry,
 )
 from kvferry.testing.fake_engine import FakeEngine, Groups, fake_model
 from kvferry.testing.fake_rank import FakeRank, FakeRequest, Stage
-from kvferry.testing.host_device import HostCopyEvent, HostCopyStream, HostIpcMemory
+from kvferry.testing.host_device import HostCopyEvent, HostDevice
+from kvferry.testing.host_device import HostDeviceStream as DeviceStream
 from kvferry.testing.known_cache import KnownCache
 from kvferry.topology import EngineGeometry, ParallelShape, StateGeometry, mamba2_states
-from kvferry.topology import memory as rank_memory
-from kvferry.transports.cuda_ipc import CudaIpcExtraConfig, CudaIpcTransport
-from kvferry.transports.cuda_ipc_memory import IpcMemory
-from tests.connectors.engines import pull_config
+from kvferry.transports.packing import PackedPiece, Packer
+from tests.connectors.engines import on_devices, pull_config
 from tests.connectors.test_pull_early import SOURCE, TARGET, Scene, hear, open_scene, readable
-
-DEVICE = "cuda:0"
-AWAY = 1 << 48
-"""Added to every address of the device: no address of the host is that large."""
-
-Addresses = Sequence[int] | npt.NDArray[np.int64]
-
-
-def away(span: MemorySpan) -> MemorySpan:
-    return MemorySpan(span.address + AWAY, span.nbytes, DEVICE)
-
-
-def real(addresses: Addresses) -> npt.NDArray[np.int64]:
-    found = np.array(addresses, dtype=np.int64)
-    return np.where(found >= AWAY, found - AWAY, found)
-
-
-class DeviceStream(HostCopyStream):
-    """The stream of such a device."""
-
-    device = DEVICE
-
-    def allocate(self, nbytes: int) -> MemorySpan:
-        return away(super().allocate(nbytes))
-
-    def upload(self, source: npt.NDArray[np.uint8], target: int) -> None:
-        super().upload(source, target - AWAY)
-
-    def download(self, source: int, target: npt.NDArray[np.uint8]) -> None:
-        super().download(source - AWAY, target)
-
-    def copy(self, sources: Addresses, targets: Addresses, tiles: Tiles, runs: Runs) -> None:
-        super().copy(real(sources), real(targets), tiles, runs)
-
-
-class DeviceIpcMemory(HostIpcMemory):
-    """What its peers map."""
-
-    def export(self, memory: MemorySpan) -> tuple[bytes, int]:
-        return super().export(replace(memory, address=memory.address - AWAY))
-
-    def open(self, handle: bytes) -> MemorySpan:
-        return away(super().open(handle))
-
-    def release(self, memory: MemorySpan) -> None:
-        super().release(replace(memory, address=memory.address - AWAY))
-
-
-class DeviceIpcTransport(CudaIpcTransport):
-    """``cuda_ipc`` on such devices."""
-
-    @classmethod
-    def open_device(cls, extra: CudaIpcExtraConfig) -> tuple[CopyStream, IpcMemory]:
-        stream = DeviceStream()
-        return stream, DeviceIpcMemory(stream)
-
-    def allocate_array(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Memory that can be served, as the test writes to it."""
-        assert isinstance(self._stream, DeviceStream)
-        self._stream.allocate(nbytes)
-        return self._stream.segments[-1].array
-
-
-def view_on_device(array: Any) -> ArrayView:
-    view = view_of(array)
-    address, nbytes = view.storage
-    storage = (address + AWAY, nbytes)
-    return replace(view, address=view.address + AWAY, storage=storage, device=DEVICE)
-
-
-def allocate_on_device(worker: PullWorker, nbytes: int) -> npt.NDArray[np.uint8]:
-    for transport in worker._transports.values():
-        if isinstance(transport, DeviceIpcTransport):
-            return transport.allocate_array(nbytes)
-    return np.zeros(nbytes, dtype=np.uint8)
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceStream]]:
+def streams(host_device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> list[DeviceStream]:
     """Puts every cache on a device; lists the streams that connectors open there."""
-    opened: list[DeviceStream] = []
+    open_rank = FakeRank.open
 
-    def open_stream(device: str) -> DeviceStream:
-        assert device == DEVICE
-        opened.append(DeviceStream())
-        return opened[-1]
+    def on_device(*arguments: Any) -> FakeRank:
+        plugin, context, rank, _ = arguments
+        return open_rank(plugin, context, rank, host_device)
 
-    monkeypatch.setattr(pull_worker, "open_stream", open_stream)
-    monkeypatch.setattr(PullWorker, "allocate", allocate_on_device)
-    monkeypatch.setattr(rank_memory, "view_of", view_on_device)
-    with temporary_plugin(TRANSPORTS, "cuda_ipc", DeviceIpcTransport):
-        yield opened
-    assert [stream.pinned for stream in opened] == [[]] * len(opened)
+    monkeypatch.setattr(FakeRank, "open", on_device)
+    return host_device.streams
 
 
 OpenPair = Callable[..., Pair]
@@ -198,7 +111,7 @@ def ways_of(pair: Pair) -> set[tuple[str, str]]:
     return {
         (peer.transport.name, str(one.way))
         for worker in pair.consumer.workers
-        for peer in worker._cache.loads._peers.values()  # type: ignore[attr-defined]
+        for peer in worker.cache.loads.peers.connected.values()  # type: ignore[attr-defined]
         for one in peer.plans
     }
 
@@ -222,7 +135,33 @@ def test_cuda_ipc_moves_them_in_one_pass(
     pair = open_one(geometries, device="cuda", transport="cuda_ipc")
     serve_several(pair)
     assert ways_of(pair) == {("cuda_ipc", "placed")}
-    assert all(not stream.pinned for stream in streams)  # there is neither mirror nor staging
+    assert all(not stream.pinned for stream in streams)  # nothing is packed or staged
+
+
+def test_what_reads_share_is_put_on_the_device_when_engines_meet_and_loads_bring_runs_alone(
+    streams: list[DeviceStream], open_one: OpenPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[tuple[int, list[int]]] = []
+    prepare = DeviceStream.prepare
+
+    def counted(stream: DeviceStream, *tiles: Any) -> PreparedCopy:
+        copy, copied = prepare(stream, *tiles), list[int]()
+        prepared.append((tiles[-1], copied))
+        return lambda runs: copied.append(len(runs)) or copy(runs)
+
+    monkeypatch.setattr(DeviceStream, "prepare", counted)
+    pair = open_one(device="cuda", transport="cuda_ipc")
+    serve_several(pair)
+    plans = [
+        (peer, plan)
+        for worker in pair.consumer.workers
+        for peer in worker.cache.loads.peers.connected.values()  # type: ignore[attr-defined]
+        for plan in peer.plans
+    ]
+    assert len(prepared) == sum(len(plan.tiles) for _, plan in plans)
+    for most_tokens, copied in prepared:
+        assert most_tokens == min(geometry.block_size for geometry in GEOMETRIES["tp2-pp2"])
+        assert len(copied) == 5  # one launch for each load
 
 
 RECURRENT = StateGeometry(
@@ -232,7 +171,7 @@ RECURRENT = StateGeometry(
         num_heads=6, head_size=2, state_size=3, num_groups=1, conv_kernel=4, dtype="bfloat16"
     ),
     block_size=64,
-    layout="BHD",
+    layout=Layout.parse("BHD"),
     parallel=ParallelShape(),
 )
 ATTENTION = EngineGeometry(
@@ -253,7 +192,7 @@ ATTENTION = EngineGeometry(
     [HYBRID_GEOMETRIES["tp2-pp2"], ((ATTENTION, RECURRENT), (RECURRENT, ATTENTION))],
     ids=["windows", "states"],
 )
-def test_several_groups_are_mirrored_as_far_as_their_tables_reach(
+def test_several_groups_move_as_far_as_their_tables_reach(
     streams: list[DeviceStream],
     open_one: OpenPair,
     geometries: tuple[Groups, Groups],
@@ -267,35 +206,6 @@ def test_several_groups_are_mirrored_as_far_as_their_tables_reach(
         assert (request.failed, request.error) == (False, None)
         assert request.external_tokens == num_tokens
     pair.settle()
-
-
-@pytest.mark.timed("A lease of 0.5 s ends while a healthy engine waits for the processor.")
-@pytest.mark.slow
-@pytest.mark.usefixtures("streams")
-class TestGroupsOnDevicesOverTcp(HybridConnectorConformance):
-    @pytest.fixture
-    def configs(
-        self, producer_and_consumer: tuple[KVTransferConfig, KVTransferConfig]
-    ) -> tuple[KVTransferConfig, KVTransferConfig]:
-        one, two = producer_and_consumer
-        return on_devices(one, "cpu", "tcp"), on_devices(two, "cpu", "tcp")
-
-
-@pytest.mark.timed("A lease of 0.5 s ends while a healthy engine waits for the processor.")
-@pytest.mark.slow
-@pytest.mark.usefixtures("streams")
-class TestGroupsOnDevicesOverCudaIpc(HybridConnectorConformance):
-    @pytest.fixture
-    def configs(
-        self, producer_and_consumer: tuple[KVTransferConfig, KVTransferConfig]
-    ) -> tuple[KVTransferConfig, KVTransferConfig]:
-        one, two = producer_and_consumer
-        return on_devices(one, "cuda", "cuda_ipc"), on_devices(two, "cuda", "cuda_ipc")
-
-
-def on_devices(config: KVTransferConfig, device: str, transport: str) -> KVTransferConfig:
-    extra = {**config.kv_connector_extra_config, "record_digests": False, "transport": transport}
-    return msgspec.structs.replace(config, kv_buffer_device=device, kv_connector_extra_config=extra)
 
 
 def test_with_both_the_first_that_reaches_is_taken_and_both_are_served(
@@ -315,6 +225,7 @@ def _cells_are_small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     bits_of: Any = KnownCache._expected
 
     def numbers(cache: KnownCache, *where: Any) -> Any:
+        assert isinstance(cache.geometry, EngineGeometry)
         bits = (bits_of(cache, *where) & 0x7F).astype(np.float32).view(np.uint32)
         return bits if cache.geometry.dtype == "float32" else (bits >> 16).astype(np.uint16)
 
@@ -346,43 +257,77 @@ def test_dtypes_are_converted_on_the_host_on_their_way_to_a_device(
 # ---- when ----------------------------------------------------------------------------------------
 
 
-def test_a_lease_is_had_only_when_every_rank_has_copied_its_blocks(
-    streams: list[DeviceStream], open_one: OpenPair
+def packing_streams(pair: Pair) -> list[DeviceStream]:
+    """The streams that pack on the producer's ranks."""
+    workers: Any = pair.producer.workers
+    return [stream for worker in workers for stream in worker.cache.streams[:2]]
+
+
+def test_a_lease_waits_for_no_copy_and_each_byte_is_packed_once(
+    streams: list[DeviceStream], open_one: OpenPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = open_one()  # two ranks lend, two ranks read
+    packed: list[int] = []
+    pack = Packer.pack
+
+    def counted(packer: Packer, piece: PackedPiece, *rest: Any) -> None:
+        packed.append(piece.nbytes)
+        pack(packer, piece, *rest)
+
+    monkeypatch.setattr(Packer, "pack", counted)
+    pair = open_one()
+    packing = packing_streams(pair)
     source = pair.prefill("r", 21)
-    slow = streams[1]
+    assert packed == []
+    for stream in packing:
+        stream.pause()
     request = pair.decode(source)
-    pair.run(lambda: request.stage is Stage.FINISHED, "the first, so that engines have met")
-    pair.settle()
-    slow.pause()
     try:
-        request = pair.decode(pair.prefill("s", 21))
-        until = time.monotonic() + 0.3
-        while time.monotonic() < until:
-            pair.producer.step()
-            pair.consumer.step()
-            assert request.stage is Stage.WAITING
+        pair.run(lambda: bool(packed), "its admission, and the first piece to be asked for")
+        assert request.stage is Stage.LOADING
     finally:
-        slow.resume()
+        for stream in packing:
+            stream.resume()
     pair.finish(request)
     assert request.external_tokens == 21
+    geometry: Any = pair.producer.ranks[0].caches[0].geometry
+    per_token = geometry.num_layers * 2 * geometry.num_kv_heads * geometry.head_size * 4
+    assert sum(packed) == 21 * per_token
     pair.settle()
 
 
-def test_blocks_that_cannot_be_copied_are_lent_to_nobody(
+def test_a_device_that_fails_while_it_packs_fails_the_load(
     streams: list[DeviceStream], open_one: OpenPair
 ) -> None:
-    pair = open_one(lease_duration_s=60.0)
+    pair = open_one()
     source = pair.prefill("r", 21)
-    streams[1].fail()
-    pair.settle()  # the lease was taken back before it expired
+    for stream in packing_streams(pair):
+        stream.fail()
     request = pair.decode(source)
     pair.finish(request)
-    assert request.external_tokens == 0
-    errors = [r.error for o in pair.producer.outputs for r in o.transfer_records if r.error]
-    assert errors
-    assert "the device failed" in errors[0]
+    assert request.failed
+    pair.settle()
+
+
+def test_a_source_that_closes_ends_its_packs_before_its_memory_goes(
+    streams: list[DeviceStream], open_one: OpenPair
+) -> None:
+    pair = open_one()
+    request = pair.decode(pair.prefill("r", 21))
+    packing = packing_streams(pair)
+    for stream in packing:
+        stream.pause()
+    pair.run(lambda: request.stage is Stage.LOADING, "its admission")
+    closing = threading.Thread(target=pair.producer.close)
+    closing.start()
+    closing.join(0.3)
+    assert closing.is_alive()
+    assert any(stream.pinned for stream in packing), "a ring that is still written to"
+    for stream in packing:
+        stream.resume()
+    closing.join(60)
+    assert not any(stream.pinned for stream in packing)
+    pair.finish(request)
+    assert request.failed
 
 
 @pytest.mark.parametrize(("device", "transport"), [("cpu", "tcp"), ("cuda", "cuda_ipc")])
@@ -393,7 +338,7 @@ def test_nothing_is_written_while_the_engine_may_use_the_blocks(
     source = pair.prefill("r", 21)
     busy = [HostCopyEvent() for _ in pair.consumer.workers]
     for worker, event in zip(pair.consumer.workers, busy, strict=True):
-        worker._cache.stream.engine = event  # type: ignore[attr-defined]
+        worker.cache.streams[0].engine = event  # type: ignore[attr-defined]
     request = pair.decode(source)
     try:
         pair.run(lambda: request.stage is Stage.LOADING, "its admission")
@@ -411,6 +356,27 @@ def test_nothing_is_written_while_the_engine_may_use_the_blocks(
     pair.settle()
 
 
+def test_a_device_that_fails_at_the_end_leaves_nothing_else_open(
+    streams: list[DeviceStream], open_one: OpenPair
+) -> None:
+    pair = open_one()
+    (worker, *_) = pair.producer.workers
+    broken, *others = worker.cache.streams  # type: ignore[attr-defined]
+    close = broken.close
+
+    def fails() -> None:
+        close()
+        raise TransferError("the device failed")
+
+    broken.close = fails
+    with pytest.raises(TransferError, match="the device failed"):
+        worker.close()
+    broken.close = close
+    for stream in (broken, *others):
+        assert not stream._thread.is_alive()
+        assert not stream.pinned
+
+
 def test_the_stream_is_closed_after_the_last_chunk_was_unpacked(
     streams: list[DeviceStream], open_one: OpenPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,12 +387,11 @@ def test_the_stream_is_closed_after_the_last_chunk_was_unpacked(
     closed: set[CopyStream] = set()
     placed_in_time: list[bool] = []
 
-    def slow(placer: Placer, *chunk: Any) -> None:
+    def slow(placer: Placer, *chunk: Any) -> Any:
         unpacking.set()
         time.sleep(0.3)
-        placed_in_time.append(placer._stream not in closed)
-        if placed_in_time[-1]:  # else the end of this copy would be waited for in vain
-            place(placer, *chunk)
+        placed_in_time.append(closed.isdisjoint(placer._streams))
+        return place(placer, *chunk)
 
     def tell(stream: DeviceStream) -> None:
         closed.add(stream)
@@ -464,7 +429,7 @@ class Behind:
             rank._compute = partial(self._compute, index)  # type: ignore[method-assign]
 
     def _run(self, index: int, run: Callable[..., Any], *step: Any) -> Any:
-        event = self.ranks[index].worker._cache.stream.engine = HostCopyEvent()  # type: ignore[attr-defined]
+        event = self.ranks[index].worker.cache.streams[0].engine = HostCopyEvent()  # type: ignore[attr-defined]
         self.asked[index].append((event, []))
         report = run(*step)
         if not self.lags:
@@ -495,7 +460,7 @@ class Behind:
 EARLY = pytest.mark.parametrize(
     ("device", "transport"),
     [("cpu", "tcp"), ("cuda", "cuda_ipc"), ("cuda", ["cuda_ipc", "tcp"])],
-    ids=["mirrored", "read in place", "both"],
+    ids=["packed", "read in place", "both"],
 )
 """What a target reads of a prompt that a device computes."""
 
@@ -517,8 +482,8 @@ def open_early(
 
 def published(scene: Scene) -> int:
     """What the source says to be written of the only prompt that it computes."""
-    lender: Any = scene.source.scheduler._lender  # type: ignore[attr-defined]
-    (tokens,) = lender.leases.readable(list(lender._early)).values()
+    lender: Any = scene.source.scheduler.lender  # type: ignore[attr-defined]
+    (tokens,) = lender.leases.readable(lender.growing.by_lease).values()
     return int(tokens)
 
 
@@ -560,39 +525,6 @@ def test_what_a_device_has_written_is_read_while_it_computes_the_rest(
         assert (load.external_tokens, load.failed) == (60, False)
 
 
-def test_nothing_is_published_before_the_mirror_has_it(streams: list[DeviceStream]) -> None:
-    with open_early("cpu", "tcp") as (scene, devices):
-        scene.begin("a", 60, chunk=16)
-        load = scene.load("a")
-        streams[1].pause()
-        devices.carry_out_all()
-        scene.source.step()
-        devices.carry_out_all()
-        assert published(scene) == 0
-        streams[1].resume()
-        scene.run(publishes(scene, 32), "both copies")
-        scene.end(scene.source.requests["a"], load)
-        assert not load.failed
-
-
-def test_each_token_is_mirrored_once(
-    streams: list[DeviceStream], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied: list[int] = []
-    copy_out = HostMirror.copy_out
-
-    def counted(mirror: HostMirror, tiles: Tiles, runs: Runs) -> Any:
-        copied.append(int(runs["tokens"].sum()))
-        return copy_out(mirror, tiles, runs)
-
-    monkeypatch.setattr(HostMirror, "copy_out", counted)
-    with open_early("cpu", "tcp") as (scene, _):
-        scene.begin("a", 50, chunk=16)
-        load = scene.load("a")
-        scene.end(scene.source.requests["a"], load)
-        assert sorted(copied) == sorted([16, 16, 16, 2] * len(scene.source.ranks))
-
-
 @EARLY
 def test_windows_of_devices_move_when_the_prompt_is_whole(
     streams: list[DeviceStream], device: str, transport: Any
@@ -626,16 +558,20 @@ def test_a_prompt_on_a_device_that_is_preempted_fails_its_load(
         assert load.failed
 
 
-def test_a_part_that_cannot_be_mirrored_ends_its_lease(streams: list[DeviceStream]) -> None:
+def test_a_part_that_the_device_could_not_write_ends_its_lease(
+    streams: list[DeviceStream],
+) -> None:
     with open_early("cpu", "tcp") as (scene, devices):
         request = scene.begin("a", 60, chunk=16)
         load = scene.load("a")
         devices.carry_out(1)
         scene.run(publishes(scene, 16), "the first step to be reported")
         scene.run(lambda: readable(scene, "a") == 12, "the first part")
-        streams[0].fail()
         scene.source.step()
-        assert not scene.source.scheduler._lender.leases.num_open  # type: ignore[attr-defined]
+        for event, _ in devices.asked[0]:
+            event.error = TransferError("the device failed")
+        report_again(scene.source)
+        assert not scene.source.scheduler.lender.leases.num_open  # type: ignore[attr-defined]
         scene.end(request, load)
         assert load.failed
         assert request.finished_cleanly
@@ -696,33 +632,9 @@ def test_a_prompt_arrives_whole_from_ranks_that_hold_none_of_some_steps(
     play_behind(seed, "tcp", INTERLEAVED, one_head())
 
 
-def test_the_end_of_a_prompt_of_which_a_rank_holds_nothing_waits_for_what_was_before(
-    streams: list[DeviceStream],
-) -> None:
-    with open_early("cpu", "tcp", INTERLEAVED, one_head()) as (scene, devices):
-        devices.lags = False
-        streams[1].pause()  # the copies of the second rank to host memory are slow
-        try:
-            request = scene.begin("a", 12, chunk=4)
-            for _ in range(20):
-                scene.source.step()
-                time.sleep(0.005)
-            assert published(scene) == 0
-        finally:
-            streams[1].resume()
-        load = scene.load("a")
-        scene.end(request, load)
-        assert (load.external_tokens, load.failed) == (12, False)
-
-
 def reports_what_is_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes a step for carried out as soon as the device was asked for it."""
-    monkeypatch.setattr(memory.Lending, "is_over", lambda self: True)
-
-
-def copies_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mirrors a part while the step that writes it may not have begun."""
-    monkeypatch.setattr(DeviceStream, "follow_engine", lambda self: None)
+    monkeypatch.setattr(memory.Writing, "is_over", lambda self: True)
 
 
 def waits_for_an_older_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -732,33 +644,13 @@ def waits_for_an_older_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceStream, "engine_event", lambda self: nothing)
 
 
-def mirrors_the_end_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes the parts before the last one for mirrored."""
-    monkeypatch.setattr(memory.RankMirror, "written", lambda self, lent: memory.Lending(lent))
-
-
-def forgets_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes a part of which a rank holds nothing for mirrored at once."""
-    copied = memory.RankMirror._copied
-
-    def forgetful(self: memory.RankMirror, lent: LentSpec, *, is_part: bool) -> memory.Lending:
-        copy = copied(self, lent, is_part=is_part)
-        if not copy.nbytes:
-            copy.event = None
-        return copy
-
-    monkeypatch.setattr(memory.RankMirror, "_copied", forgetful)
-
-
 @pytest.mark.parametrize(
     ("defect", "transport", "source", "target"),
     [
         (reports_what_is_enqueued, "tcp", SOURCE, TARGET),
         (reports_what_is_enqueued, "cuda_ipc", SOURCE, TARGET),
-        (copies_beside_the_engine, "tcp", SOURCE, TARGET),
+        (waits_for_an_older_step, "tcp", SOURCE, TARGET),
         (waits_for_an_older_step, "cuda_ipc", SOURCE, TARGET),
-        (mirrors_the_end_only, "tcp", SOURCE, TARGET),
-        (forgets_what_was_before, "tcp", INTERLEAVED, one_head()),
     ],
     ids=lambda each: getattr(each, "__name__", each if isinstance(each, str) else ""),
 )
@@ -795,7 +687,7 @@ def test_a_gpu_reports_a_step_once_it_has_carried_it_out(device: str, transport:
     )
     names = geometry.tensor_names(0)
     caches = torch.zeros((len(names), *geometry.cache_shape(0, 9)), device="cuda")
-    with PullWorker.open(context, 0) as worker:
+    with closing(PullWorker.open(context, 0)) as worker:
         worker.register_kv_caches(dict(zip(names, caches, strict=True)))
         torch.cuda._sleep(2_000_000_000)
         lent = LentSpec(request_id="r", lease_id="l", block_ids=([1, 2],), num_tokens=8)
@@ -824,7 +716,7 @@ def test_an_unknown_buffer_device_is_refused(open_one: OpenPair) -> None:
 
 def test_a_buffer_on_a_device_is_refused_for_a_cache_in_host_memory(open_one: OpenPair) -> None:
     message = refusal(open_one, device="cuda")
-    assert message == ("kv_buffer_device: 'cuda', but the KV cache is in host memory; write 'cpu'")
+    assert message == "kv_buffer_device: 'cuda', but the KV cache is in host memory; delete the key"
 
 
 def test_transports_for_devices_are_refused_for_a_buffer_in_host_memory(
@@ -832,20 +724,19 @@ def test_transports_for_devices_are_refused_for_a_buffer_in_host_memory(
 ) -> None:
     message = refusal(open_one, transport=["tcp", "cuda_ipc"])
     assert "the KV cache is on cuda:0, and transport names cuda_ipc" in message
-    assert "write kv_buffer_device: 'cuda', or delete it there" in message
+    assert "delete kv_buffer_device, or delete it there" in message
 
 
-def test_digests_are_refused_for_a_cache_on_a_device(
-    streams: list[DeviceStream], open_one: OpenPair
+@pytest.mark.parametrize("transport", ["shm", "vm"])
+def test_a_transport_that_cannot_serve_a_device_is_refused_by_name(
+    streams: list[DeviceStream], open_one: OpenPair, transport: str
 ) -> None:
-    message = refusal(open_one, record_digests=True)
-    assert "record_digests: true" in message
-    assert "cuda:0; delete the key" in message
+    message = refusal(open_one, transport=transport)
+    assert message == (
+        f"transport: '{transport}' serves host memory, and the KV cache is on cuda:0; name "
+        "cuda_ipc, tcp or ucx in its place"
+    )
 
 
-def test_a_wire_that_cannot_serve_a_mirror_says_so(
-    streams: list[DeviceStream], open_one: OpenPair
-) -> None:
-    message = refusal(open_one, transport="shm")
-    assert "transport: 'shm' cannot serve copies of a KV cache on cuda:0" in message
-    assert "name tcp or vm in its place" in message
+def test_a_ring_of_no_size_is_refused(open_one: OpenPair) -> None:
+    assert "packing_bytes: 100 is less than" in refusal(open_one, packing_bytes=100)

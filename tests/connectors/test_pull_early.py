@@ -6,6 +6,7 @@ compared with a load of the same prompt once it is whole.
 """
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,12 +20,12 @@ from kvferry.config import KVTransferConfig
 from kvferry.connectors.pull import groups, lender, loads
 from kvferry.connectors.pull.pace import PromptPace
 from kvferry.connectors.pull.peer import SourcePeer
-from kvferry.connectors.pull.sources import TIMES_ANEW, LoadState
+from kvferry.connectors.pull.pursuit import TIMES_ANEW, Growth, LoadState, Pursuit, PursuitState
 from kvferry.connectors.records import digest_mismatch
 from kvferry.control import leases
 from kvferry.control.leases import LeaseOutcome
 from kvferry.control.messages import FinishAnswer, LeaseAnswer, Renewed
-from kvferry.control.tickets import Transfer
+from kvferry.control.tickets import TransferId
 from kvferry.errors import KVFerryError, TransferError
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.connector_conformance import WINDOW, WINDOWED, small_geometry
@@ -49,21 +50,21 @@ class Scene:
     """Request id → the params of its leases, the one that was granted last at the end."""
 
     def __post_init__(self) -> None:
-        pull: Any = self.source.scheduler._lender  # type: ignore[attr-defined]
-        told = pull.tell_lent
+        tickets: Any = self.source.scheduler.lender.tickets  # type: ignore[attr-defined]
+        told = tickets.tell_lent
 
         def tell(ticket: Any) -> dict[str, Any]:
-            params = pull._params(ticket)
+            params = tickets.params(ticket)
             self.tickets.setdefault(ticket.request_id, []).append(params)
             return told(ticket)
 
-        pull.tell_lent = tell
+        tickets.tell_lent = tell
 
     def begin(self, name: str, num_tokens: int, chunk: int, *, hit: int = 0) -> FakeRequest:
         """The source has computed the first chunk of a prompt, all other ones are to come."""
         self.source.chunk_tokens = chunk
         tokens = range(7000, 7000 + num_tokens)
-        transfer = Transfer.begin("127.0.0.1:1", KEY.encode()).text
+        transfer = TransferId.begin("127.0.0.1:1", KEY.encode()).text
         asked = {"do_remote_decode": True, "transfer": transfer}
         request = self.source.add(name, tokens, asked, local_blocks=hit)
         self.source.step()
@@ -93,13 +94,13 @@ class Scene:
 
     def hear(self, load: FakeRequest) -> None:
         """The target knows what can be read at this moment."""
-        sources = self.target.scheduler._sources  # type: ignore[attr-defined]
-        known = self.target.scheduler._loads[load.request_id]  # type: ignore[attr-defined]
-        self.run(lambda: known.source.knows_us and known.is_held, "the lease")
-        with sources._lock:
-            sources._ask(known.source, [known], sources._clock())
+        sources: Any = self.target.scheduler.sources  # type: ignore[attr-defined]
+        known = self.target.scheduler.borrower.loads[load.request_id].pursuit  # type: ignore[attr-defined]
+        self.run(lambda: known.source.knows_us and is_ours(known), "the lease")
+        with sources.agenda.lock:
+            sources.pursuits.renewals.send(known.source, [known], sources.agenda.clock())
         while known.is_asked:
-            sources._client.pump()
+            sources.client.pump()
         self.target.step()
 
     def moved(self, name: str) -> dict[int, int]:
@@ -119,19 +120,24 @@ def open_scene(
     **extra: Any,
 ) -> Iterator[Scene]:
     with ExitStack() as stack:
-        engines = []
-        for role, name, groups in (("kv_both", "p", source), ("kv_consumer", "d", target)):
-            keys = {"lease_duration_s": 600.0, "early_load": early_load} | extra
+        keys: dict[str, Any] = {"lease_duration_s": 600.0, "early_load": early_load} | extra
+
+        def opened(role: str, name: str, groups: Groups) -> FakeEngine:
             config = configured(pull_config(role, name, **keys))
-            engines.append(
-                FakeEngine.open(config, groups, num_blocks=128, layer_windows=layer_windows)
-            )
-            stack.callback(engines[-1].close)
-        yield Scene(*engines)
+            engine = FakeEngine.open(config, groups, num_blocks=128, layer_windows=layer_windows)
+            stack.callback(engine.close)
+            return engine
+
+        yield Scene(opened("kv_both", "p", source), opened("kv_consumer", "d", target))
+
+
+def is_ours(pursuit: Pursuit) -> bool:
+    """Whether the source has said that the lease is the target's."""
+    return pursuit.standing.state in (PursuitState.GROWING, PursuitState.HELD)
 
 
 def readable(scene: Scene, name: str) -> int | None:
-    load: Any = scene.target.scheduler._loads[name]  # type: ignore[attr-defined]
+    load: Any = scene.target.scheduler.borrower.loads[name]  # type: ignore[attr-defined]
     spec = load.spec
     return None if spec is None else spec.readable
 
@@ -208,7 +214,7 @@ def test_a_prompt_that_is_not_computed_to_its_end_fails_the_load(how: str) -> No
         assert load.failed
         pull: Any = scene.source.scheduler
         assert pull.counters() == {}
-        assert pull._lender.leases.counters()[LeaseOutcome.REVOKED] == 1
+        assert pull.lender.leases.counters()[LeaseOutcome.REVOKED] == 1
 
 
 def test_a_preempted_prompt_is_lent_anew_once_it_is_whole() -> None:
@@ -249,25 +255,24 @@ def test_a_target_reads_as_late_as_all_but_the_last_chunk_can_move_in_time() -> 
     with open_scene(SOURCE, TARGET, early_load="late") as scene:
         scene.begin("a", 60, chunk=4)
         load = scene.load("a")
-        known: Any = scene.target.scheduler._loads["a"]  # type: ignore[attr-defined]
-        scene.run(lambda: known.is_held, "the lease")
+        known: Any = scene.target.scheduler.borrower.loads["a"].pursuit  # type: ignore[attr-defined]
+        scene.run(lambda: is_ours(known), "the lease")
         scene.target.step()
         assert load.stage is Stage.WAITING, "no pace is known"
-        sources: Any = scene.target.scheduler._sources  # type: ignore[attr-defined]
+        sources: Any = scene.target.scheduler.sources  # type: ignore[attr-defined]
         pace = PromptPace()
         pace.note(0, 10, 4.0)
         pace.note(10, 20, 6.0)  # and so 8, 10, 11, 11 for those that follow
         # Nobody reads by what is put here, so it is put back.
-        before = (known.readable, known.grown, known.chunk)
-        known.readable, known.grown, known.chunk = 20, ((0.0, 10), (12.0, 20)), 10
-        known.source.computes = pace  # this prompt takes twice as long
-        sources._clock = lambda: 15.0  # 3 of 80 s have passed; 50 tokens are to move before the end
-        known.source.moves = 50 / 76
-        assert not sources.admit_early(known, waits=True)
-        known.source.moves = 50 / 78
-        assert sources.admit_early(known, waits=True)
-        sources._clock = scene.target.scheduler._clock  # type: ignore[attr-defined]
-        known.readable, known.grown, known.chunk = before
+        before, known.growth = known.growth, Growth(times=((0.0, 10), (12.0, 20)), chunk=10)
+        known.source.pace.computes = pace  # this prompt takes twice as long
+        sources.agenda.clock = lambda: 15.0  # 3 of 80 s have passed; 50 tokens are to move in time
+        known.source.pace.moves = 50 / 76
+        assert not sources.pursuits.is_due_early(known, waits=True)
+        known.source.pace.moves = 50 / 78
+        assert sources.pursuits.is_due_early(known, waits=True)
+        sources.agenda.clock = time.monotonic
+        known.growth = before
         scene.end(scene.source.requests["a"], load)
         assert load.external_tokens == 60
 
@@ -276,21 +281,22 @@ def test_of_a_source_that_is_not_known_the_first_chunk_tells_when_all_is_compute
     with open_scene(SOURCE, TARGET, early_load="late") as scene:
         scene.begin("a", 60, chunk=4)
         load = scene.load("a")
-        known: Any = scene.target.scheduler._loads["a"]  # type: ignore[attr-defined]
-        scene.run(lambda: known.is_held, "the lease")
-        sources: Any = scene.target.scheduler._sources  # type: ignore[attr-defined]
-        before = (known.readable, known.grown)
-        known.readable, known.grown = 0, ()
+        known: Any = scene.target.scheduler.borrower.loads["a"].pursuit  # type: ignore[attr-defined]
+        scene.run(lambda: is_ours(known), "the lease")
+        sources: Any = scene.target.scheduler.sources  # type: ignore[attr-defined]
+        before = (known.growth, known.standing)
+        known.growth, known.standing = Growth(), replace(known.standing, written=0)
         states, written = {known.lease_id: LeaseAnswer.HELD}, {known.lease_id: 0}
-        sources._clock = lambda: 5.0
-        sources._told(known.source.address, Renewed(id=7, states=states, written=written))
-        known.source.computes = PromptPace()
-        assert known.grown == ((5.0, 0),)
-        assert known.whole_in(6.0) == float("inf")
-        known.grown = (*known.grown, (15.0, 20))
-        assert known.whole_in(18.0) == 17.0
-        sources._clock = scene.target.scheduler._clock  # type: ignore[attr-defined]
-        known.readable, known.grown = before
+        sources.agenda.clock = lambda: 5.0
+        news = Renewed(id=7, states=states, written=written)
+        sources.pursuits.renewals.told(known.source.address, news)
+        growth, unknown = known.growth, PromptPace()
+        assert growth.times == ((5.0, 0),)
+        assert growth.whole_in(6.0, 60, unknown) == float("inf")
+        growth.times = (*growth.times, (15.0, 20))
+        assert growth.whole_in(18.0, 60, unknown) == 17.0
+        sources.agenda.clock = time.monotonic
+        known.growth, known.standing = before
         scene.end(scene.source.requests["a"], load)
         assert not load.failed
 
@@ -299,15 +305,13 @@ def test_a_link_that_has_become_slower_is_believed_sooner_than_one_that_is_faste
     with open_scene(SOURCE, TARGET) as scene:
         request = scene.begin("a", 60, chunk=16)
         load = scene.load("a")
-        known: Any = scene.target.scheduler._loads["a"]  # type: ignore[attr-defined]
+        source: Any = scene.target.scheduler.borrower.loads["a"].pursuit.source  # type: ignore[attr-defined]
         scene.end(request, load)
-        sources: Any = scene.target.scheduler._sources  # type: ignore[attr-defined]
-        assert known.source.moves > 0, "of the load that has ended"
-        known.source.moves = None
+        assert source.pace.moves > 0, "of the load that has ended"
+        source.pace.moves = None
         for seconds, pace in ((6.0, 10.0), (60.0, 20 / 11), (6.0, 40 / 13)):
-            known.moved_s = seconds
-            sources.moved(known)
-            assert known.source.moves == pytest.approx(pace)
+            source.pace.moved(60, seconds)
+            assert source.pace.moves == pytest.approx(pace)
 
 
 def test_as_much_is_read_as_the_slowest_rank_has_written() -> None:
@@ -320,7 +324,7 @@ def test_as_much_is_read_as_the_slowest_rank_has_written() -> None:
             report.written.clear()
             return report
 
-        rank.run = slow  # type: ignore[method-assign]
+        rank.run = slow  # type: ignore[method-assign, assignment]
         scene.begin("a", 60, chunk=16)
         load = scene.load("a")
         scene.hear(load)
@@ -337,24 +341,24 @@ def test_old_news_and_news_that_come_twice_change_nothing() -> None:
         scene.begin("a", 60, chunk=16)
         scene.load("a")
         pull: Any = scene.target.scheduler
-        load = pull._loads["a"]
-        scene.run(lambda: load.is_held, "the lease")
+        load = pull.borrower.loads["a"].pursuit
+        scene.run(lambda: is_ours(load), "the lease")
         states = {load.lease_id: LeaseAnswer.HELD}
 
         def told(tokens: int | None, *table: int) -> None:
             written = {} if tokens is None else {load.lease_id: tokens}
-            tables = {load.lease_id: (table,)}
+            tables: dict[str, tuple[tuple[int, ...], ...]] = {load.lease_id: (table,)}
             news = Renewed(id=0, states=states, written=written, tables=tables)
-            pull._sources._told(load.source.address, news)
+            pull.sources.pursuits.renewals.told(load.source.address, news)
 
         told(32, 1, 2, 3)
         told(16, 1)
         told(32, 1, 2, 3, 4)
-        assert (load.readable, load.ticket.block_ids) == (32, ((1, 2, 3),))
+        assert (load.standing.written, load.ticket.block_ids) == (32, ((1, 2, 3),))
         told(None, 1, 2, 3, 4, 5)
         told(48, 1, 2)
-        assert (load.readable, load.ticket.block_ids) == (None, ((1, 2, 3, 4, 5),))
-        assert load.state is LoadState.READY
+        assert (load.standing.written, load.ticket.block_ids) == (None, ((1, 2, 3, 4, 5),))
+        assert load.standing.state is PursuitState.HELD
 
 
 def test_a_part_that_cannot_be_read_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,7 +418,7 @@ class Asked:
     def begin(cls, scene: Scene) -> "Asked":
         """The source has computed the first chunk of 60 tokens."""
         port = scene.source.scheduler.port  # type: ignore[attr-defined]
-        transfer = Transfer.begin(f"127.0.0.1:{port}", KEY.encode()).text
+        transfer = TransferId.begin(f"127.0.0.1:{port}", KEY.encode()).text
         tokens = range(7000, 7060)
         asks = {"do_remote_prefill": True, "transfer": transfer}
         target = scene.target.add("d", (*tokens, 60), asks)
@@ -425,12 +429,13 @@ class Asked:
         return cls(scene, source, target)
 
     def readable(self) -> int | None:
-        loads = self.scene.target.scheduler._loads  # type: ignore[attr-defined]
+        loads = self.scene.target.scheduler.borrower.loads  # type: ignore[attr-defined]
         return readable(self.scene, "d") if "d" in loads else None
 
     def asks_again(self) -> bool:
         """Whether the target has lost the lease that it reads, and waits for another."""
-        return "d" in self.scene.target.scheduler._asks  # type: ignore[attr-defined]
+        loads = self.scene.target.scheduler.borrower.loads  # type: ignore[attr-defined]
+        return "d" in loads and loads["d"].state is LoadState.RESTARTING
 
     def assert_moved_once(self) -> None:
         assert self.target.external_tokens == 60
@@ -456,7 +461,7 @@ def test_what_a_preempted_source_computes_anew_is_read_anew(case: str, staged: b
         scene.source.preempt("p")
         scene.end(asked.source, asked.target)
         asked.assert_moved_once()
-        outcomes = scene.source.scheduler._lender.leases.counters()  # type: ignore[attr-defined]
+        outcomes = scene.source.scheduler.lender.leases.counters()  # type: ignore[attr-defined]
         assert outcomes == {LeaseOutcome.REVOKED: 1, LeaseOutcome.DONE: 1}
         both = scene.source, scene.target
         sent, received = ([r for o in e.outputs for r in o.transfer_records] for e in both)
@@ -506,8 +511,8 @@ def test_a_target_waits_for_another_lease_as_long_as_for_progress() -> None:
         scene.source.step()
         scene.run(asked.asks_again, "the target to ask again")
         pull: Any = scene.target.scheduler
-        now = pull._clock()
-        pull._clock = lambda: now + 121.0
+        now = pull.borrower.active._clock()
+        pull.borrower.active._clock = lambda: now + 121.0
         scene.run(lambda: asked.target.stage is not Stage.LOADING, "the end of the load")
         assert asked.target.failed
         scene.source.chunk_tokens = None
@@ -523,10 +528,10 @@ def test_a_lease_that_is_revoked_as_its_load_begins_is_asked_for_again() -> None
 
         def after_the_end(*said: Any, **more: Any) -> bool:
             target._allocate = allocate
-            load = target.scheduler._loads["d"]
+            load = target.scheduler.borrower.loads["d"]
             scene.source.preempt("p")
             scene.source.step()
-            until(lambda: load.state is LoadState.FAILED)
+            until(lambda: load.pursuit.standing.state is PursuitState.LOST)
             return bool(allocate(*said, **more))
 
         target._allocate = after_the_end
@@ -540,7 +545,7 @@ def test_a_load_begins_anew_a_few_times() -> None:
     with open_scene(SOURCE, TARGET) as scene:
         asked = Asked.begin(scene)
         scene.run(lambda: asked.readable() == 12, "the first part")
-        load: Any = scene.target.scheduler._loads["d"]  # type: ignore[attr-defined]
+        load: Any = scene.target.scheduler.borrower.loads["d"]  # type: ignore[attr-defined]
         load.times_anew = TIMES_ANEW
         scene.source.preempt("p")
         scene.end(asked.source, asked.target)
@@ -638,16 +643,15 @@ def make(scene: Scene, move: str, request: FakeRequest, load: FakeRequest) -> No
 
 def hear(scene: Scene, load: FakeRequest) -> None:
     """As :meth:`Scene.hear`, where there may be nothing to hear."""
-    known: Any = scene.target.scheduler._loads.get("a")  # type: ignore[attr-defined]
+    held: Any = scene.target.scheduler.borrower.loads  # type: ignore[attr-defined]
+    known = held.get("a")
     if known is None or known.state in (LoadState.LOADED, LoadState.FAILED):
         return
-    waits = known.state is LoadState.WAITING or known.awaits_source
-    if waits and known.wants_lease and load.stage is not Stage.FINISHED:
-        scene.run(
-            lambda: known.is_held or not known.wants_lease or known.state is LoadState.FAILED,
-            "the lease",
-        )
-        if known.is_held and known.wants_lease and "a" in scene.target.scheduler._loads:  # type: ignore[attr-defined]
+    pursuit = known.pursuit
+    waits = known.state is LoadState.WAITING or pursuit.awaits_source
+    if waits and pursuit.wants_lease and load.stage is not Stage.FINISHED:
+        scene.run(lambda: is_ours(pursuit) or not pursuit.wants_lease, "the lease")
+        if is_ours(pursuit) and pursuit.wants_lease and "a" in held:
             scene.hear(load)
             scene.target.step()
 
@@ -719,8 +723,8 @@ def confirms_what_was_revoked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def end_well(ranks: Any, lease_id: str) -> None:
     load = ranks._loads.get(lease_id)
-    if load is not None and not load.confirming:
-        load.is_all_begun = True
+    if load is not None and load.state is not loads.RankLoadState.CONFIRMING:
+        load.state = loads.RankLoadState.ALL_BEGUN
         ranks._look(load)
 
 
@@ -729,7 +733,7 @@ def reads_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     read = loads.Loads._read
 
     def again(self: Any, load: Any, peer: Any) -> None:
-        if not load.is_all_begun:
+        if load.state is not loads.RankLoadState.ALL_BEGUN:
             load.read_to.clear()
         read(self, load, peer)
 
@@ -753,9 +757,9 @@ def keeps_the_first_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never tells of blocks that were allocated after the lease was granted."""
     allocated = leases.LeaseTable.allocated
 
-    def once(self: Any, lease_id: str, tables: Any) -> None:
+    def once(self: Any, lease_id: str, tables: Any, note: bytes = b"") -> None:
         if not self.tables([lease_id]):
-            allocated(self, lease_id, tables)
+            allocated(self, lease_id, tables, note)
 
     monkeypatch.setattr(leases.LeaseTable, "allocated", once)
 

@@ -33,7 +33,17 @@ from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_engine import FakeEngine, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.transports.local import boot_id, host_digest
-from tests.connectors.engines import KEY, SOURCE, TARGET, WAIT_S, retold, served
+from tests.connectors.engines import (
+    KEY,
+    SOURCE,
+    TARGET,
+    WAIT_S,
+    params_of,
+    passed_on,
+    pull_scheduler,
+    retold,
+    served,
+)
 
 OpenEngine = Callable[..., FakeEngine]
 
@@ -68,7 +78,7 @@ def test_a_request_that_the_engines_front_refused_gives_its_lease_back(open_engi
     pair = Pair(producer, open_engine("d", TARGET), 10.0)
     source = pair.prefill("r", 21)
 
-    pair.consumer.scheduler.on_rejected_request(rejected(source, "r"))
+    pull_scheduler(pair.consumer).on_rejected_request(rejected(source, "r"))
 
     pair.settle()
 
@@ -78,7 +88,7 @@ def test_a_refused_request_cannot_give_back_what_another_one_reads(pair: Pair) -
     source = pair.prefill("r", 21)
     request = pair.decode(source)
 
-    pair.consumer.scheduler.on_rejected_request(rejected(source, "other"))  # type: ignore[attr-defined]
+    pull_scheduler(pair.consumer).on_rejected_request(rejected(source, "other"))
 
     pair.finish(request)
     assert not request.failed
@@ -159,7 +169,7 @@ def test_a_shared_ticket_serves_any_number_of_requests_and_engines(
     for request in requests:
         assert not request.failed
         assert request.external_tokens == 21
-    pair.producer.scheduler.take_back(source.response_params)  # type: ignore[attr-defined]
+    pair.producer.scheduler.take_back(params_of(source))
     pair.settle()
     others.settle()
 
@@ -172,7 +182,7 @@ def test_a_load_waits_until_every_token_of_its_lease_is_written(
     source = open_engine("p", SOURCE, lease_duration_s=600.0)
     pair = Pair(source, open_engine("d", TARGET, early_load="off"), WAIT_S)
     scheduler: Any = pair.producer.scheduler
-    table, server = scheduler._lender.leases, scheduler._server
+    table, server = scheduler.lender.leases, scheduler.server
     grant, renew = table.grant, table.renew
     monkeypatch.setattr(
         table, "grant", lambda *said, **how: grant(*said, **how | {"writers": (0,)})
@@ -389,8 +399,8 @@ def test_a_read_whose_lease_ended_before_the_confirm_is_not_used(open_engine: Op
 
     def end_it_once_loading() -> None:
         if request.stage is Stage.LOADING:
-            lease_id = pair.consumer.scheduler._loads["r"].lease_id  # type: ignore[attr-defined]
-            pair.producer.scheduler._lender.leases.revoke([lease_id])  # type: ignore[attr-defined]
+            lease_id = pair.consumer.scheduler.borrower.loads["r"].lease_id  # type: ignore[attr-defined]
+            pair.producer.scheduler.lender.leases.revoke([lease_id])  # type: ignore[attr-defined]
             pair.consumer.during_step = lambda: None
 
     pair.consumer.during_step = end_it_once_loading
@@ -434,7 +444,7 @@ def test_a_peer_is_known_by_its_ipv6_address_however_that_is_written(
     peers = [written.format(port_of(producer))]
     consumer = open_engine("d", TARGET, transport="tcp", peers=peers, **key)
     served(Pair(producer, consumer, WAIT_S), "r")
-    assert len(consumer.scheduler._sources._sources) == 1  # type: ignore[attr-defined]
+    assert len(consumer.scheduler.sources.agenda.sources) == 1  # type: ignore[attr-defined]
 
 
 def test_a_restarted_producer_is_met_again_and_its_old_tickets_are_refused(
@@ -461,7 +471,7 @@ def test_the_silence_of_an_engine_that_died_is_not_held_against_its_next_start(
     consumer = open_engine("d", TARGET, handshake_timeout_s=600.0)  # nobody waits for the dead
     old = Pair(open_engine("p", SOURCE, kv_port=free_port), consumer, WAIT_S)
     served(old, "before")
-    source = old.prefill("lost", 21)
+    source = passed_on(old.prefill("lost", 21))
     old.producer.close()
     request = old.decode(source)
     fake_engine.run(
@@ -543,11 +553,11 @@ def test_a_lease_that_nobody_will_fetch_is_taken_back(pair: Pair) -> None:
         {},
         {"ticket": 7},
         {"ticket": "x"},
-        retold(source.response_params, secret=bytes(16)),
-        retold(source.response_params, lease_id="unknown"),
+        retold(params_of(source), secret=bytes(16)),
+        retold(params_of(source), lease_id="unknown"),
     ):
         producer.scheduler.take_back(nonsense)
-        assert producer.scheduler._lender.leases.num_open == 1
+        assert producer.scheduler.lender.leases.num_open == 1
     producer.scheduler.take_back(source.response_params)
     pair.settle()
     used = pair.prefill("s", 21)
@@ -611,7 +621,7 @@ def test_a_ticket_names_what_peers_are_told_in_place_of_what_is_listened_on(
     told = {"host": "0.0.0.0", "advertise_host": "203.0.113.7", "advertise_port": 30579}
     producer = open_engine("p", SOURCE, kv_port=free_port, **told)
     consumer = open_engine("d", TARGET)
-    params = Pair(producer, consumer, WAIT_S).prefill("r", 21).response_params
+    params = params_of(Pair(producer, consumer, WAIT_S).prefill("r", 21))
     assert (params["remote_host"], params["remote_port"]) == ("203.0.113.7", 30579)
     assert producer.scheduler.address == "203.0.113.7:30579"  # type: ignore[attr-defined]
 

@@ -29,7 +29,7 @@ def geometry(block_size: int, layout: str = "NHD", **parallel: int) -> EngineGeo
 
 def hybrid(block_size: int, **parallel: int) -> Groups:
     """The same layers in two groups, one of which keeps a window."""
-    one = replace(geometry(block_size, **parallel), num_layers=2)
+    one = replace(geometry(block_size, "NHD", **parallel), num_layers=2)
     return (
         replace(one, layer_indices=(0, 2), sliding_window=7),
         replace(one, layer_indices=(1, 3)),

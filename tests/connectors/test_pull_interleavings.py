@@ -5,13 +5,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
 import kvferry.transports.shm as shm
-from kvferry.connectors.pull.sources import NAMED_S, PROMPT_S, LoadState
+from kvferry.connectors.pull.pursuit import PROMPT_S, Load, LoadState, PursuitState, Standing
+from kvferry.connectors.pull.sources import NAMED_S
 from kvferry.control.client import fetch_status
 from kvferry.control.messages import LeaseAnswer
 from kvferry.errors import (
@@ -26,7 +28,7 @@ from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.wire_messages import decode_endpoint, encode
-from tests.connectors.engines import SOURCE, TARGET, WAIT_S, retold, served
+from tests.connectors.engines import SOURCE, TARGET, WAIT_S, passed_on, retold, served
 
 pytestmark = pytest.mark.timed(
     "Leases of 0.4 to 2 s end while a healthy engine waits for the processor."
@@ -41,18 +43,9 @@ OpenEngine = Callable[..., FakeEngine]
 def wait_for_lease(load: Any) -> None:
     """Neither engine is stepped meanwhile."""
     deadline = time.monotonic() + WAIT_S
-    while load.state is not LoadState.READY:
+    while load.pursuit.standing.state is not PursuitState.HELD:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def passed_on(source: FakeRequest) -> FakeRequest:
-    """What a router says of a ticket that another decode engine was given: this one waits until it
-    knows that the lease is its own.
-    """
-    assert source.response_params is not None
-    source.response_params["passed_on"] = True
-    return source
 
 
 # ---- the sources' thread changes a load between two looks of the scheduler ----------------------
@@ -67,35 +60,44 @@ def test_a_load_whose_lease_is_lost_as_it_starts_keeps_its_blocks_until_the_rank
     allocated: Any = consumer.scheduler.update_state_after_alloc
 
     def lost_just_before(*args: Any) -> None:
-        load: Any = consumer.scheduler._loads["r"]  # type: ignore[attr-defined]
-        producer.scheduler._lender.leases.revoke([load.lease_id])  # type: ignore[attr-defined]
+        load: Any = consumer.scheduler.borrower.loads["r"]  # type: ignore[attr-defined]
+        producer.scheduler.lender.leases.revoke([load.lease_id])  # type: ignore[attr-defined]
         deadline = time.monotonic() + WAIT_S
-        while load.state is not LoadState.FAILED:
+        while load.pursuit.standing.state is not PursuitState.LOST:
             assert time.monotonic() < deadline, "no renewal told that the lease is lost"
             time.sleep(0.01)
         monkeypatch.undo()
         allocated(*args)
 
+    held: list[bool] = []
+
+    def abort_before_the_ranks_run() -> None:
+        if request.stage is Stage.LOADING and not held:
+            consumer.abort("r")
+            held.append(bool(consumer.held))
+
     monkeypatch.setattr(consumer.scheduler, "update_state_after_alloc", lost_just_before)
-    pair.run(lambda: request.stage is Stage.LOADING, "the load to start")
-    consumer.abort("r")
-    assert consumer.held, "the blocks are free while the ranks may still write to them"
+    consumer.during_step = abort_before_the_ranks_run
+    pair.run(lambda: bool(held), "the load to start")
+    assert held == [True], "the blocks are free while the ranks may still write to them"
     pair.settle()
 
 
-class _ChangingLoad:
-    """A load of which every look at ``state`` sees the next one."""
+class _Changing:
+    """A pursuit of which every look sees the next state."""
 
-    def __init__(self, load: Any, states: list[LoadState]) -> None:
-        self._load, self._states = load, states
-        self.error = PeerLostError("the handshake took too long")
+    def __init__(self, pursuit: Any, *states: PursuitState) -> None:
+        self._pursuit, self._states = pursuit, list(states)
 
     @property
-    def state(self) -> LoadState:
-        return self._states.pop(0)
+    def standing(self) -> Standing:
+        state = self._states.pop(0)
+        error = PeerLostError("the handshake took too long")
+        is_lost = state is PursuitState.LOST
+        return Standing(state, self._pursuit.ticket, error=error if is_lost else None)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._load, name)
+        return getattr(self._pursuit, name)
 
 
 def test_a_load_that_fails_while_it_is_looked_at_is_not_offered(
@@ -104,14 +106,14 @@ def test_a_load_that_fails_while_it_is_looked_at_is_not_offered(
     pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
     scheduler: Any = pair.consumer.scheduler
-    load = scheduler._loads["r"]
-    states = [LoadState.WAITING, *[LoadState.FAILED] * 4]
-    scheduler._loads["r"] = _ChangingLoad(load, states)
-    monkeypatch.setattr(scheduler._client, "pump", lambda: False)
+    load = scheduler.borrower.loads["r"]
+    changing = _Changing(load.pursuit, PursuitState.LEASING, PursuitState.LOST)
+    scheduler.borrower.loads["r"] = Load(changing, started=0.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(scheduler.client, "pump", lambda: False)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     with pytest.raises(PeerLostError):
         scheduler.get_num_new_matched_tokens(request, 0)
-    scheduler._loads["r"] = load
+    scheduler.borrower.loads["r"] = load
     pair.finish(request)
     pair.settle()
 
@@ -121,9 +123,9 @@ def test_a_source_that_has_forgotten_us_is_met_again_before_the_lease_expires(
 ) -> None:
     pair = Pair(open_engine("p", SOURCE, lease_duration_s=1.5), open_engine("d", TARGET), WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
-    load: Any = pair.consumer.scheduler._loads["r"]  # type: ignore[attr-defined]
+    load: Any = pair.consumer.scheduler.borrower.loads["r"]  # type: ignore[attr-defined]
     wait_for_lease(load)
-    pair.producer.scheduler._server.peers.forget("d")  # type: ignore[attr-defined]
+    pair.producer.scheduler.server.peers.forget("d")  # type: ignore[attr-defined]
     until = time.monotonic() + 3.0  # the consumer has no blocks for it yet
     while time.monotonic() < until:
         pair.producer.step()
@@ -142,7 +144,7 @@ def test_the_lease_of_a_source_that_is_known_is_had_while_no_other_thread_runs(
     source = pair.prefill("r", 21)
     scheduler: Any = pair.consumer.scheduler
     go_on, stopped = threading.Event(), threading.Barrier(3)
-    for thread in (scheduler._sources._thread, scheduler._client._mailbox):
+    for thread in (scheduler.sources.thread, scheduler.client._mailbox):
         thread.post(lambda: (stopped.wait(WAIT_S), go_on.wait(WAIT_S)))
     stopped.wait(WAIT_S)
     try:
@@ -169,12 +171,13 @@ def test_a_step_looks_for_answers_once_however_many_requests_wait(
     sources = [pair.prefill(name, 21) for name in "abc"]
     requests = [pair.decode(source) for source in sources]
     scheduler: Any = pair.consumer.scheduler
-    loads = {name: scheduler._loads[name] for name in "abc"}
+    loads = {name: scheduler.borrower.loads[name] for name in "abc"}
     for name, load in loads.items():
-        scheduler._loads[name] = _ChangingLoad(load, [LoadState.WAITING] * 2)
+        changing: Any = _Changing(load.pursuit, *[PursuitState.LEASING] * 2)
+        scheduler.borrower.loads[name] = Load(changing, started=0.0)
     looks: list[None] = []
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler._client, "pump", lambda: looks.append(None))
+        patch.setattr(scheduler.client, "pump", lambda: looks.append(None))
         for step in (1, 2):
             for request in requests:
                 assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
@@ -183,7 +186,7 @@ def test_a_step_looks_for_answers_once_however_many_requests_wait(
                 scheduler.has_news()
             else:
                 scheduler.build_connector_meta(None)
-    scheduler._loads.update(loads)
+    scheduler.borrower.loads.update(loads)
     for request in requests:
         pair.finish(request)
     pair.settle()
@@ -195,7 +198,7 @@ def test_a_renewal_answered_after_the_load_has_ended_is_no_news_of_it(
     pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
     scheduler: Any = pair.consumer.scheduler
-    load = scheduler._loads["r"]
+    load = scheduler.borrower.loads["r"]
     wait_for_lease(load)
     late: Future[dict[str, LeaseAnswer]] = Future()
     asked = threading.Event()
@@ -204,9 +207,9 @@ def test_a_renewal_answered_after_the_load_has_ended_is_no_news_of_it(
         asked.set()
         return late
 
-    monkeypatch.setattr(scheduler._client, "renew", renew)
-    load.next_renewal = 0.0
-    scheduler._sources._thread.post(lambda: None)
+    monkeypatch.setattr(scheduler.client, "renew", renew)
+    load.pursuit.due = 0.0
+    scheduler.sources.thread.post(lambda: None)
     assert asked.wait(WAIT_S)
     pair.run(lambda: load.state is LoadState.LOADED, "the ranks")
     late.set_result({load.lease_id: LeaseAnswer.DONE})
@@ -227,22 +230,22 @@ def test_a_source_that_was_silent_is_not_waited_for_again_until_it_answers(
         lost.set_exception(PeerLostError("no answer"))
         return lost
 
-    monkeypatch.setattr(scheduler._client, "handshake", unanswered)
+    monkeypatch.setattr(scheduler.client, "handshake", unanswered)
     first = pair.decode(pair.prefill("first", 21))
     beside = pair.decode(pair.prefill("beside", 21))
-    scheduler._loads["beside"].deadline += 1000
+    scheduler.borrower.loads["beside"].pursuit.deadline += 1000
     pair.finish(first)
     assert "did not grant lease" in str(first.error)
     pair.finish(beside)
     assert "has been silent: no answer" in str(beside.error)
-    (source,) = scheduler._sources._sources.values()
+    (source,) = scheduler.sources.agenda.sources.values()
     assert scheduler.silent_peers() == (source.address,)
     second = pair.decode(pair.prefill("second", 21))
-    assert scheduler._loads["second"].state is LoadState.FAILED
+    assert scheduler.borrower.loads["second"].pursuit.standing.state is PursuitState.LOST
     pair.finish(second)
     assert "has been silent: no answer" in str(second.error)
     monkeypatch.undo()
-    pair.run(lambda: not source.silent, "an answer, which no load asks for")
+    pair.run(lambda: not source.silence, "an answer, which no load asks for")
     assert scheduler.silent_peers() == ()
     served(pair, "third")
 
@@ -253,22 +256,22 @@ def test_a_silent_source_that_nobody_asks_any_more_is_named_for_a_while_only(
     consumer = open_engine("d", TARGET, handshake_timeout_s=2.0)
     pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, WAIT_S)
     scheduler: Any = consumer.scheduler
-    sources = scheduler._sources
+    sources = scheduler.sources
 
     def unanswered(*_: Any) -> "Future[Any]":
         lost: Future[Any] = Future()
         lost.set_exception(PeerLostError("no answer"))
         return lost
 
-    monkeypatch.setattr(sources._client, "handshake", unanswered)
+    monkeypatch.setattr(sources.client, "handshake", unanswered)
     pair.finish(pair.decode(pair.prefill("first", 21)))
-    (source,) = sources._sources.values()
+    (source,) = sources.agenda.sources.values()
     pair.run(lambda: not source.given_up, "the attempt to give its lease back")
     assert sources.silent_peers() == (source.name,)
-    clock = sources._clock
-    monkeypatch.setattr(sources, "_clock", lambda: clock() + NAMED_S)
+    clock = sources.agenda.clock
+    monkeypatch.setattr(sources.agenda, "clock", lambda: clock() + NAMED_S)
     assert sources.silent_peers() == ()
-    assert not sources._needs_handshake(source, sources._clock())
+    assert not sources._needs_handshake(source, sources.agenda.clock())
 
 
 def test_what_comes_late_of_a_forgotten_source_changes_nothing_of_the_one_in_its_place(
@@ -277,17 +280,17 @@ def test_what_comes_late_of_a_forgotten_source_changes_nothing_of_the_one_in_its
     pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), WAIT_S)
     served(pair, "first")
     scheduler: Any = pair.consumer.scheduler
-    sources = scheduler._sources
-    monkeypatch.setattr(sources._client, "is_connected", lambda _: False)
-    (source,) = sources._sources.values()
-    with sources._lock:
-        later = sources._clock() + 2 * NAMED_S
+    sources = scheduler.sources
+    monkeypatch.setattr(sources.client, "is_connected", lambda _: False)
+    (source,) = sources.agenda.sources.values()
+    with sources.agenda.lock:
+        later = sources.agenda.clock() + 2 * NAMED_S
         sources._plan_end(source, later)
-        assert not sources._sources
+        assert not sources.agenda.sources
         sources._plan_end(source, later)  # something has woken it once more
-        other = sources._source(source.address, later)
+        other = sources.agenda.find(source.address, later)
         sources._plan_end(source, later)
-        assert sources._sources == {source.address: other}
+        assert sources.agenda.sources == {source.address: other}
     served(pair, "second")
 
 
@@ -297,20 +300,20 @@ def test_a_load_waits_for_the_answer_to_a_handshake_though_the_one_before_failed
     consumer = open_engine("d", TARGET, handshake_timeout_s=0.1)
     pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, WAIT_S)
     scheduler: Any = consumer.scheduler
-    sources = scheduler._sources
+    sources = scheduler.sources
     answers: list[Future[Any]] = [Future(), Future()]
     asked = iter(answers)
-    monkeypatch.setattr(sources._client, "handshake", lambda *_: next(asked, answers[1]))
+    monkeypatch.setattr(sources.client, "handshake", lambda *_: next(asked, answers[1]))
     request = pair.decode(pair.prefill("r", 21))
-    (load,) = sources._loads.values()
-    load.deadline += 1000
-    (source,) = sources._sources.values()
+    (pursuit,) = sources.agenda.pursuits
+    pursuit.deadline += 1000
+    (source,) = sources.agenda.sources.values()
     answers[0].set_exception(PeerLostError("it is just starting"))
     pair.run(lambda: source.handshake is answers[1], "the second handshake")
-    pair.run(lambda: sources._thread.awake_s > 0.1, "that nobody blames our own slowness")
-    load.deadline = 0.0
+    pair.run(lambda: sources.thread.awake_s > 0.1, "that nobody blames our own slowness")
+    pursuit.deadline = 0.0
     sources._turn()
-    assert load.state is LoadState.WAITING  # it is connected, and slow
+    assert pursuit.awaits_source  # it is connected, and slow
     answers[1].set_exception(PeerLostError("now it is gone"))
     pair.finish(request)
     assert "now it is gone" in str(request.error)
@@ -323,7 +326,7 @@ def test_a_load_waits_for_the_answer_to_a_renewal_though_the_one_before_failed(
     pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, WAIT_S)
     served(pair, "first")  # the two know each other
     scheduler: Any = consumer.scheduler
-    sources = scheduler._sources
+    sources = scheduler.sources
     answers: list[Future[Any]] = [Future(), Future()]
     asked = iter(answers)
     second = threading.Event()
@@ -334,16 +337,16 @@ def test_a_load_waits_for_the_answer_to_a_renewal_though_the_one_before_failed(
             second.set()
         return answer
 
-    monkeypatch.setattr(sources._client, "renew", renew)
+    monkeypatch.setattr(sources.client, "renew", renew)
     request = pair.decode(passed_on(pair.prefill("r", 21)))
-    (load,) = sources._loads.values()
-    load.deadline += 1000
+    (pursuit,) = sources.agenda.pursuits
+    pursuit.deadline += 1000
     answers[0].set_exception(PeerLostError("the connection broke"))
     assert second.wait(WAIT_S)
-    pair.run(lambda: sources._thread.awake_s > 0.1, "that nobody blames our own slowness")
-    load.deadline = 0.0
+    pair.run(lambda: sources.thread.awake_s > 0.1, "that nobody blames our own slowness")
+    pursuit.deadline = 0.0
     sources._turn()
-    assert load.state is LoadState.WAITING  # it is connected, and slow
+    assert pursuit.awaits_source  # it is connected, and slow
     answers[1].set_exception(PeerLostError("now it is gone"))
     pair.finish(request)
     assert "now it is gone" in str(request.error)
@@ -352,17 +355,17 @@ def test_a_load_waits_for_the_answer_to_a_renewal_though_the_one_before_failed(
 def test_a_rank_that_hangs_does_not_keep_the_blocks_of_the_source(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    producer = open_engine("p", SOURCE, lease_duration_s=0.6)
+    producer = open_engine("p", SOURCE, lease_duration_s=6.0)
     pair = Pair(producer, open_engine("d", TARGET, progress_timeout_s=1.0), WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
     hung: Any = pair.consumer.workers[0]
     monkeypatch.setattr(hung, "start_load_kv", lambda *_: None)
     pair.run(lambda: not producer.held, "the source's blocks")
     assert request.stage is Stage.LOADING  # its own blocks stay: the rank may come to life
-    errors = pair.consumer.scheduler._server.status().errors  # type: ignore[attr-defined]
+    errors = pair.consumer.scheduler.server.status().errors  # type: ignore[attr-defined]
     assert any("progress_timeout_s: 1" in event.message for event in errors)
     # It was given up: a lease of a living connection is not left to expire.
-    assert producer.scheduler._lender.leases.counters()["released"] == 1  # type: ignore[attr-defined]
+    assert producer.scheduler.lender.leases.counters()["released"] == 1  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -380,8 +383,8 @@ def taken(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[
         holder.run(lambda: held.stage is Stage.LOADING, "the load to start")
         other = Pair(producer, open_engine("d-other", TARGET), 60.0)
         request = other.decode(source)
-        load = other.consumer.scheduler._loads["r"]  # type: ignore[attr-defined]
-        other.run(lambda: load.taken_until is not None, "the answer")
+        load = other.consumer.scheduler.borrower.loads["r"]  # type: ignore[attr-defined]
+        other.run(lambda: load.pursuit.standing.state is PursuitState.CONTENDED, "the answer")
         return holder, other, request
 
     return make
@@ -405,12 +408,16 @@ def test_a_lease_whose_holder_lives_is_waited_for_no_longer_than_it_lasts(
 ) -> None:
     _, other, request = taken(2.0)
     # However late its renewals are.
-    other.producer.scheduler._lender.leases._takeover_after_s = math.inf  # type: ignore[attr-defined]
+    other.producer.scheduler.lender.leases._takeover_after_s = math.inf
 
     other.finish(request)
 
     assert isinstance(request.error, LeaseTakenError)
     assert request.external_tokens == 0
+
+
+def is_past(moment: float) -> bool:
+    return time.monotonic() > moment
 
 
 def test_a_load_waits_for_a_source_whose_thread_stands_still(
@@ -420,7 +427,7 @@ def test_a_load_waits_for_a_source_whose_thread_stands_still(
     monkeypatch.setattr("kvferry.mailbox.LATE_S", 0.1)
     producer = open_engine("p", SOURCE, lease_duration_s=0.5)
     pair = Pair(producer, open_engine("d", TARGET, handshake_timeout_s=1.0), WAIT_S)
-    server: Any = producer.scheduler._server  # type: ignore[attr-defined]
+    server: Any = producer.scheduler.server  # type: ignore[attr-defined]
     stands, goes_on = threading.Event(), threading.Event()
 
     def stand() -> list[Any]:
@@ -437,8 +444,7 @@ def test_a_load_waits_for_a_source_whose_thread_stands_still(
         try:
             assert stands.wait(WAIT_S)
             request = pair.decode(pair.prefill(name, 21))
-            until = time.monotonic() + 2.0
-            pair.run(lambda until=until: time.monotonic() > until, "time to pass")
+            pair.run(partial(is_past, time.monotonic() + 2.0), "time to pass")
             assert request.error is None
         finally:
             goes_on.set()
@@ -459,7 +465,7 @@ def test_a_defect_that_ends_the_thread_of_sources_ends_the_engine_and_is_not_wai
     def broken(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(pair.consumer.scheduler._client, "handshake", broken)  # type: ignore[attr-defined]
+    monkeypatch.setattr(pair.consumer.scheduler.client, "handshake", broken)  # type: ignore[attr-defined]
     request = pair.decode(source)
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         pair.finish(request)
@@ -474,7 +480,7 @@ def test_a_connection_that_broke_is_made_again(open_engine: OpenEngine, transpor
     pair = Pair(producer, open_engine("d", TARGET, transport=transport), WAIT_S)
     served(pair, "before")
     for worker in pair.consumer.workers:
-        for connection in worker._cache.loads._peers["p"].connections.values():  # type: ignore[attr-defined]
+        for connection in worker.cache.loads.peers.connected["p"].connections.values():  # type: ignore[attr-defined]
             connection.close()
     served(pair, "after")
 
@@ -491,7 +497,7 @@ def test_a_connection_that_could_not_be_made_at_the_handshake_is_made_by_the_loa
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect = shm.ShmTransport.connect
-    failures = []
+    failures: list[SharedMemoryError] = []
 
     def fail_once(transport: shm.ShmTransport, endpoint: bytes) -> shm.ShmPeer:
         if not failures:
@@ -516,7 +522,7 @@ def test_where_the_best_transport_does_not_reach_the_next_one_is_taken(
     consumer = open_engine("d", TARGET, transport=[transport, "tcp"])
     served(Pair(producer, consumer, WAIT_S), "r")
     for worker in consumer.workers:
-        assert worker._cache.loads._peers["p"].transport.name == "tcp"  # type: ignore[attr-defined]
+        assert worker.cache.loads.peers.connected["p"].transport.name == "tcp"  # type: ignore[attr-defined]
 
 
 # ---- what comes from elsewhere ------------------------------------------------------------------
@@ -562,7 +568,7 @@ def unanswered(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> Pair
     pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), WAIT_S)
     served(pair, "first")
     scheduler: Any = pair.consumer.scheduler
-    monkeypatch.setattr(scheduler._sources._client, "renew", lambda *_: Future())
+    monkeypatch.setattr(scheduler.sources.client, "renew", lambda *_: Future())
     return pair
 
 
@@ -570,7 +576,7 @@ def test_what_a_whole_ticket_names_is_read_before_the_source_says_that_the_lease
     unanswered: Pair,
 ) -> None:
     request = unanswered.decode(unanswered.prefill("r", 21))
-    assert unanswered.consumer.scheduler._loads["r"].state is LoadState.READY  # type: ignore[attr-defined]
+    assert unanswered.consumer.scheduler.borrower.loads["r"].pursuit.standing.is_trusted  # type: ignore[attr-defined]
     unanswered.finish(request)
     assert (request.error, request.failed, request.external_tokens) == (None, False, 21)
     unanswered.settle()
@@ -579,8 +585,8 @@ def test_what_a_whole_ticket_names_is_read_before_the_source_says_that_the_lease
 def test_what_is_read_under_a_lease_that_had_ended_is_not_used(unanswered: Pair) -> None:
     source = unanswered.prefill("r", 21)
     producer: Any = unanswered.producer.scheduler
-    (lease,) = producer._lender.leases.snapshot()
-    producer._lender.leases.revoke([lease.lease_id])
+    (lease,) = producer.lender.leases.snapshot()
+    producer.lender.leases.revoke([lease.lease_id])
     request = unanswered.decode(source)
     unanswered.finish(request)
     assert request.failed
@@ -595,8 +601,8 @@ def test_a_load_waits_for_its_lease_where_the_word_of_its_source_counts(
     unanswered: Pair, why: str
 ) -> None:
     source = unanswered.prefill("r", 21)
-    sources: Any = unanswered.consumer.scheduler._sources  # type: ignore[attr-defined]
-    (known,) = sources._sources.values()
+    sources: Any = unanswered.consumer.scheduler.sources  # type: ignore[attr-defined]
+    (known,) = sources.agenda.sources.values()
     assert source.response_params is not None
     match why:
         case "it was passed on":
@@ -608,4 +614,4 @@ def test_a_load_waits_for_its_lease_where_the_word_of_its_source_counts(
         case _:
             known.error = PeerLostError("it was slow")
     unanswered.decode(source)
-    assert unanswered.consumer.scheduler._loads["r"].state is LoadState.WAITING  # type: ignore[attr-defined]
+    assert unanswered.consumer.scheduler.borrower.loads["r"].pursuit.awaits_source  # type: ignore[attr-defined]

@@ -72,7 +72,7 @@ def test_every_target_rank_reads_each_latent_once(pair: Pair) -> None:
     request = pair.decode(pair.prefill("r", 21))
     pair.finish(request)
     (consumer,) = pair.consumer.groups
-    moved = Counter()
+    moved: Counter[int] = Counter()
     for output in pair.consumer.outputs:
         moved.update({record.rank: record.nbytes for record in output.transfer_records})
     assert moved == {
@@ -85,7 +85,7 @@ def test_the_replicas_of_the_source_share_the_work(pair: Pair) -> None:
     pair.finish(request)
     pieces: Counter[int] = Counter()
     for worker in pair.consumer.workers:
-        (peer,) = worker._cache.loads._peers.values()  # type: ignore[attr-defined]
+        (peer,) = worker.cache.loads.peers.connected.values()  # type: ignore[attr-defined]
         (group,) = peer.plans
         pieces.update(piece.source_rank for piece in group.plan.pieces)
     (producer,) = pair.producer.groups
@@ -110,7 +110,7 @@ def test_the_blocks_stay_until_every_rank_of_the_target_is_done_although_one_rea
 ) -> None:
     # Every target rank tells the source, whose own ranks are not asked: replicas that nobody read
     # from, and ranks that many read from, make no difference.
-    table = pair.producer.scheduler._lender.leases  # type: ignore[attr-defined]
+    table = pair.producer.scheduler.lender.leases  # type: ignore[attr-defined]
     finish, told = table.finish, []
 
     def noted(*args: object, **kwargs: object) -> object:

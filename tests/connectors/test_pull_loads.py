@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import kvferry.connectors.pull.loads as loads_module
 from kvferry.connectors.pull.loads import Loads, RankLoad
-from kvferry.connectors.pull.metadata import LoadSpec
+from kvferry.connectors.pull.metadata import LoadSpec, packed
 from kvferry.connectors.pull.peer import Move, SourcePeer
 from kvferry.control.messages import FinishAnswer
 from kvferry.control.tickets import Ticket
@@ -80,6 +80,8 @@ class _Pair:
     way: Any = None
     tiles: dict[int, Any] = field(default_factory=lambda: {0: None})
 
+    def prepare(self, *_: Any) -> None: ...
+
     def bind(self, *_: Any) -> Any:
         return SimpleNamespace(runs_of=lambda rank: [rank])
 
@@ -117,7 +119,7 @@ class Scene:
         peer = self.peer(self.engine(), num_pairs, placed=placed)
         monkeypatch.setattr(SourcePeer, "connect", lambda *_: peer)
         self.loads.meet(self.engine())
-        self.loads._thread.call(lambda: None)
+        self.loads.thread.call(lambda: None)
 
     def spec(self, lease_id: str, incarnation: str = "p1", num_tokens: int = 4) -> LoadSpec:
         return LoadSpec(
@@ -131,10 +133,11 @@ class Scene:
                 port=1,
                 request_id=lease_id,
                 num_tokens=num_tokens,
-                block_ids=((1,),),
+                block_ids=(),
                 lease_duration_s=30.0,
             ),
-            target_block_ids=([1],),
+            source_tables=packed([[1]]),
+            target_tables=packed([[1]]),
             first_token=0,
             num_tokens=num_tokens,
             starts=(0,) * 8,
@@ -264,12 +267,12 @@ def test_a_load_that_is_given_up_before_its_thread_comes_to_it_reads_nothing(
 ) -> None:
     scene.meet(monkeypatch, placed=False)
     may_go_on = threading.Event()
-    scene.loads._thread.post(partial(may_go_on.wait, WAIT_S))
+    scene.loads.thread.post(partial(may_go_on.wait, WAIT_S))
     scene.loads.start(scene.spec("lease", num_tokens=1 << 17))
     scene.loads.cancel("lease")
     assert isinstance(scene.wait_for_one().error, CancelledError)
     may_go_on.set()
-    scene.loads._thread.call(lambda: None)
+    scene.loads.thread.call(lambda: None)
     assert not scene.wire.readers
 
 
@@ -286,12 +289,12 @@ def test_an_engine_that_was_never_connected_to_is_forgotten_while_a_load_waits_f
     other = scene.engine()
     other.engine_id = "q"
     scene.loads.meet(scene.engine())
-    scene.loads._thread.call(lambda: None)
+    scene.loads.thread.call(lambda: None)
     scene.loads.meet(other)
     spec = scene.spec("other")
     scene.loads.start(replace(spec, ticket=replace(spec.ticket, engine_id="q")))
     scene.loads.forget("p", "p1")
-    assert list(scene.loads._known) == ["q"]
+    assert list(scene.loads.peers.known) == ["q"]
     may_connect.set()
     assert isinstance(scene.wait_for_one().error, PeerLostError)
 
@@ -347,11 +350,11 @@ def test_a_load_that_has_not_begun_begins_under_the_newer_lease(
 ) -> None:
     scene.meet(monkeypatch, placed=False)
     may_go_on = threading.Event()
-    scene.loads._thread.post(partial(may_go_on.wait, WAIT_S))
+    scene.loads.thread.post(partial(may_go_on.wait, WAIT_S))
     scene.loads.start(replace(scene.spec("old", num_tokens=1 << 17), readable=2))
     scene.loads.read_on(replace(scene.spec("new", num_tokens=1 << 17), replaces="old"))
     may_go_on.set()
-    scene.loads._thread.call(lambda: None)
+    scene.loads.thread.call(lambda: None)
     (connection,) = scene.wire.connections
     (transfer,) = connection.transfers
     transfer.stop(TransferState.DONE)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from kvferry.connectors.pull.record import MAX_ERROR_CHARS, MAX_RANKS, REMEMBERED, RequestRecords
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import MAX_ID_CHARS, MAX_TRACES, RequestTrace, TraceReply
 from kvferry.errors import TicketError
+from kvferry.observe.records import MAX_ERROR_CHARS, MAX_RANKS, REMEMBERED, RequestRecords
 from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest
-from tests.connectors.engines import SOURCE, TARGET
+from tests.connectors.engines import SOURCE, TARGET, params_of
 
 OpenEngine = Callable[..., FakeEngine]
 WAIT = 30.0
@@ -140,7 +140,7 @@ def test_what_is_under_way_is_told_as_open(pair: Pair) -> None:
 
 def test_a_load_that_fails_tells_why_and_what_came_then(pair: Pair) -> None:
     source = pair.prefill("r", 21)
-    pair.producer.scheduler.take_back(source.response_params)  # the lease ends before it is taken
+    pair.producer.scheduler.take_back(params_of(source))  # the lease ends before it is taken
     request = pair.decode(source)
     pair.finish(request)
 
@@ -155,8 +155,8 @@ def test_a_load_that_fails_tells_why_and_what_came_then(pair: Pair) -> None:
 
 def test_no_lease_and_no_secret_is_told_to_strangers(pair: Pair) -> None:
     source = pair.prefill("r", 21)
-    lease_id = pair.producer.scheduler._lender.leases.snapshot()[0].lease_id  # type: ignore[attr-defined]
-    pair.producer.scheduler.take_back(source.response_params)
+    lease_id = pair.producer.scheduler.lender.leases.snapshot()[0].lease_id  # type: ignore[attr-defined]
+    pair.producer.scheduler.take_back(params_of(source))
     pair.finish(pair.decode(source))
 
     both = msgspec.json.encode([told(pair.producer, "r"), told(pair.consumer, "r")])
@@ -167,7 +167,7 @@ def test_no_lease_and_no_secret_is_told_to_strangers(pair: Pair) -> None:
 
 def test_a_refused_ticket_is_told(pair: Pair) -> None:
     source = pair.prefill("r", 21)
-    source.response_params = {**source.response_params, "ticket": "forged"}
+    source.response_params = {**params_of(source), "ticket": "forged"}
     with pytest.raises(TicketError):
         pair.decode(source)
 

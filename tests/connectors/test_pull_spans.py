@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvferry.control.messages import RequestTrace
-from kvferry.control.tracing import MAX_WAITING, RequestSpan, Spans
+from kvferry.observe.spans import MAX_WAITING, RequestSpan, Spans
 from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_rank import Stage
-from tests.connectors.engines import SOURCE, TARGET
+from tests.connectors.engines import SOURCE, TARGET, params_of
 
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
 from opentelemetry.sdk.trace import TracerProvider
@@ -130,7 +130,7 @@ def ids(spans: list[Any]) -> set[int]:
 
 def test_a_failed_load_is_a_span_with_its_cause(pair: Pair, collector: Collector) -> None:
     source = pair.prefill("r", 21)
-    pair.producer.scheduler.take_back(source.response_params)
+    pair.producer.scheduler.take_back(params_of(source))
     pair.finish(pair.decode(source))
 
     failed = {span.name: span for span in collector.spans() if not span.status.is_ok}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.config import KVTransferConfig
+from kvferry.layouts import Layout
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.connector_conformance import WINDOW, WINDOWED, Pair, hybrid_group, open_pair
 from kvferry.testing.fake_engine import Groups
@@ -71,7 +72,7 @@ def states(block_size: int, tp: int) -> Groups:
         layer_indices=(0, 2),
         states=kinds,
         block_size=block_size,
-        layout="BHD",
+        layout=Layout.parse("BHD"),
         parallel=ParallelShape(tp=tp),
     )
     return attention, recurrent
@@ -121,7 +122,7 @@ def test_the_cells_are_right_and_those_of_others_are_left_alone(pair: Pair) -> N
     found = {
         str(one.way)
         for worker in pair.consumer.workers
-        for peer in worker._cache.loads._peers.values()  # type: ignore[attr-defined]
+        for peer in worker.cache.loads.peers.connected.values()  # type: ignore[attr-defined]
         for one in peer.plans
     }
     assert found == {"staged"}

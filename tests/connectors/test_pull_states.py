@@ -10,6 +10,8 @@ from kvferry.connectors.pull.groups import SourceGroups
 from kvferry.connectors.records import digest_mismatch
 from kvferry.control.tickets import Ticket
 from kvferry.errors import IncompatibleError, TicketError
+from kvferry.layouts import Layout
+from kvferry.observe.records import TransferRecord
 from kvferry.testing.connector_conformance import (
     REMOTE_DECODE,
     ConnectorConformance,
@@ -17,7 +19,7 @@ from kvferry.testing.connector_conformance import (
     open_pair,
     prompt,
 )
-from kvferry.testing.fake_engine import Groups
+from kvferry.testing.fake_engine import FakeEngine, Groups
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.topology import (
     EngineGeometry,
@@ -27,6 +29,7 @@ from kvferry.topology import (
     pair_groups,
     split_of_group,
 )
+from kvferry.topology.group import GroupGeometry
 
 pytestmark = pytest.mark.timed(
     "A lease of 0.5 s ends while a healthy engine waits for the processor."
@@ -68,23 +71,23 @@ def recurrent(
     stages: Sequence[int] = (NUM_LAYERS,),
     tp: int = 1,
     layers: Sequence[int] = RECURRENT,
-    **more: int,
-) -> EngineGeometry:
+    page_size_padded: int | None = None,
+) -> StateGeometry:
     """A group of layers with state."""
     return StateGeometry(
         num_layers=len(layers),
-        layer_indices=layers,
+        layer_indices=tuple(layers),
         layer_split=split_of_group(layers, stages),
         states=STATES,
         block_size=block_size,
-        layout=layout,
+        layout=Layout.parse(layout),
         parallel=ParallelShape(tp=tp, pp=len(stages)),
-        **more,
+        page_size_padded=page_size_padded,
     )
 
 
 #: (groups of the producer, groups of the consumer) by name.
-GEOMETRIES = {
+GEOMETRIES: dict[str, tuple[Sequence[GroupGeometry], Sequence[GroupGeometry]]] = {
     "equal": 2 * ((attention("NHD", 4), recurrent("BHD", WHOLE)),),
     # TP 3 to TP 2, and two stages; channels last on one side.
     "tp3-tp2": (
@@ -105,7 +108,6 @@ GEOMETRIES = {
         ),
     ),
 }
-IDS = {"params": list(GEOMETRIES.values()), "ids": list(GEOMETRIES)}
 
 
 @pytest.mark.smoke
@@ -123,7 +125,7 @@ class TestHybridsOverShm(ConnectorConformance):
         return producer_and_consumer
 
 
-@pytest.fixture(**IDS)
+@pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
 def pair(
     request: pytest.FixtureRequest, producer_and_consumer: tuple[KVTransferConfig, KVTransferConfig]
 ) -> Iterator[Pair]:
@@ -140,10 +142,9 @@ def loaded(pair: Pair, source: FakeRequest) -> FakeRequest:
     return request
 
 
-def records_of(engines: Sequence[object], direction: str) -> list:
+def records_of(engine: FakeEngine, direction: str) -> list[TransferRecord]:
     return [
         record
-        for engine in engines
         for output in engine.outputs
         for record in output.transfer_records
         if record.direction == direction
@@ -155,7 +156,7 @@ def test_every_layer_gives_its_state_once_whatever_the_tokens(pair: Pair, num_to
     source = pair.prefill("r", num_tokens)
     pair.finish(loaded(pair, source))
     pair.settle()
-    moved = sum(record.nbytes for record in records_of([pair.consumer], "recv"))
+    moved = sum(record.nbytes for record in records_of(pair.consumer, "recv"))
     tp = pair.consumer.groups[0].parallel.tp
     # Each rank of the consumer has its own copy of B and C.
     states = STATE_BYTES + (tp - 1) * 3 * 2 * 3 * 2
@@ -165,7 +166,7 @@ def test_every_layer_gives_its_state_once_whatever_the_tokens(pair: Pair, num_to
 def test_the_digests_of_both_sides_agree(pair: Pair) -> None:
     pair.finish(loaded(pair, pair.prefill("r", 33)))
     pair.settle()
-    sent, received = records_of([pair.producer], "send"), records_of([pair.consumer], "recv")
+    sent, received = records_of(pair.producer, "send"), records_of(pair.consumer, "recv")
     assert len(sent) == len(pair.producer.ranks)
     assert len(received) == len(pair.consumer.ranks)
     assert digest_mismatch(sent, received) is None
@@ -200,6 +201,7 @@ def test_other_states_are_refused_at_the_handshake(
         dtype="bfloat16", ssm_dtype="float32",
     )  # fmt: skip
     ours, theirs = GEOMETRIES["equal"]
+    assert isinstance(theirs[1], StateGeometry)
     changed = replace(theirs[1], states=other)
     with open_pair(producer_and_consumer, (ours, (theirs[0], changed))) as pair:
         request = pair.decode(pair.prefill("r", 9))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.connectors.pull.loads import look_at_time
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing import lossy_transport
 from kvferry.testing.connector_conformance import REMOTE_DECODE, Pair, prompt
@@ -140,32 +141,35 @@ class Storm:
                 continue
             broken += 1
             worker: Any = rng.choice(self.consumer.workers)
-            peer = worker._cache.loads._peers.get("p")
+            peer = worker.cache.loads.peers.connected.get("p")
             if peer is not None:
                 rng.choice(list(peer.connections.values())).close()
-            worker._client.pump()
+            worker.client.pump()
 
     def ways(self) -> set[str]:
         """How the cells came."""
         workers: Any = self.consumer.workers
-        peers = [peer for worker in workers for peer in worker._cache.loads._peers.values()]
+        known = [worker.cache.loads.peers for worker in workers]
+        peers = [peer for each in known for peer in each.connected.values()]
         return {str(plan.way) for peer in peers for plan in peer.plans}
 
     def check_nothing_is_left(self) -> None:
         """No thread has died, and no table keeps anything of what is over."""
         scheduler: Any = self.consumer.scheduler
-        scheduler._sources._thread.check()
-        assert scheduler._loads == scheduler._sources._loads == {}
+        scheduler.sources.thread.check()
+        assert scheduler.borrower.loads == {}
+        assert scheduler.sources.agenda.pursuits == []
         for worker in self.consumer.workers:
             self._check_rank(worker)
 
     def _check_rank(self, worker: Any) -> None:
-        cache = worker._cache
-        loads, client = cache.loads, worker._client
-        loads._thread.call(loads._look_at_time)  # takes back what has ended meanwhile
-        for thread in (loads._thread, client._mailbox):
+        cache = worker.cache
+        loads, client = cache.loads, worker.client
+        # What has ended meanwhile is taken back.
+        loads.thread.call(lambda: look_at_time(cache.target))
+        for thread in (loads.thread, client._mailbox):
             thread.check()
-        assert loads._loads == loads._unconnected == {}
+        assert loads._loads == loads.peers.waiting == {}
         assert not loads._ended
         assert not client._ended
         assert not client._broken

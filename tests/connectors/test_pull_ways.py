@@ -12,6 +12,7 @@ import pytest
 from kvferry.config import KVTransferConfig
 from kvferry.connectors.records import digest_mismatch
 from kvferry.errors import ConfigError, IncompatibleError
+from kvferry.layouts import Layout
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.connector_conformance import GEOMETRIES, Pair, open_pair, small_geometry
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
@@ -24,7 +25,7 @@ from kvferry.transports.registry import transport_class
 from kvferry.transports.shm import ShmTransport
 from kvferry.transports.staged import Staging
 from kvferry.transports.staging import StagingNumbers
-from tests.connectors.engines import WAIT_S
+from tests.connectors.engines import WAIT_S, pull_config
 
 pytestmark = pytest.mark.timed(
     "A handshake of 2 s ends while a healthy engine waits for the processor."
@@ -90,29 +91,21 @@ def open_one() -> Iterator[OpenPair]:
 
         def open_pair_of(geometries: tuple[Groups, Groups] = (SOURCE, TARGET), **keys: Any) -> Pair:
             common = {
-                "cluster_key": "k" * 32,
                 "lease_duration_s": 5.0,  # a busy machine renews late
                 "handshake_timeout_s": 2.0,
                 "record_digests": True,
                 "transport": keys.pop("transport", "shm"),
             }
-            configs = [
-                KVTransferConfig(
-                    kv_connector="PullConnector",
-                    kv_role=role,
-                    kv_port=0,
-                    kv_connector_extra_config={**common, **extra},
-                )
-                for role, extra in (("kv_producer", {}), ("kv_consumer", keys))
-            ]
-            return stack.enter_context(open_pair((configs[0], configs[1]), geometries))
+            producer = pull_config("kv_producer", "p", **common)
+            consumer = pull_config("kv_consumer", "d", **{**common, **keys})
+            return stack.enter_context(open_pair((producer, consumer), geometries))
 
         yield open_pair_of
 
 
 def staging_of(engine: FakeEngine) -> list[StagingNumbers]:
     """What each rank's staging memory is doing."""
-    return [worker._cache.target.staging.numbers for worker in engine.workers]  # type: ignore[attr-defined]
+    return [worker.cache.target.staging.numbers for worker in engine.workers]  # type: ignore[attr-defined]
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -131,7 +124,7 @@ def connections_of(engine: FakeEngine) -> list[Any]:
     return [
         connection
         for worker in engine.workers
-        for peer in worker._cache.loads._peers.values()  # type: ignore[attr-defined]
+        for peer in worker.cache.loads.peers.connected.values()  # type: ignore[attr-defined]
         for connection in peer.connections.values()
     ]
 
@@ -184,7 +177,7 @@ def ways_of(pair: Pair) -> set[str]:
     return {
         str(one.way)
         for worker in pair.consumer.workers
-        for peer in worker._cache.loads._peers.values()  # type: ignore[attr-defined]
+        for peer in worker.cache.loads.peers.connected.values()  # type: ignore[attr-defined]
         for one in peer.plans
     }
 
@@ -258,7 +251,7 @@ def test_keys_that_chose_a_way_are_refused_with_what_came_of_them(
 def test_a_connection_lost_in_the_middle_is_made_again_and_the_cells_are_right(
     open_one: OpenPair, least_segment_bytes: int
 ) -> None:
-    lossy = lossy_transport(ShmTransport, loss=0.3, seed=3)
+    lossy = lossy_transport(ShmTransport, loss=0.1, seed=3)
     lossy.least_segment_bytes = least_segment_bytes
     with temporary_plugin(TRANSPORTS, "shm", lossy):
         pair = open_one()
@@ -297,7 +290,7 @@ def test_loads_larger_than_the_staging_memory_pass_through_it(
     open_one: OpenPair, request: pytest.FixtureRequest, unfenced: bool
 ) -> None:
     request.getfixturevalue("read_gate" if unfenced else "staged")
-    pair = open_one((LARGE, replace(LARGE, layout="NHD")), staging_bytes=4096)
+    pair = open_one((LARGE, replace(LARGE, layout=Layout.named("NHD"))), staging_bytes=4096)
     serve_several(pair)
     assert ways_of(pair) == {"staged"}
     records = [r for output in pair.consumer.outputs for r in output.transfer_records]
@@ -317,7 +310,7 @@ def test_staging_memory_that_cannot_hold_one_block_fails_loads_with_the_key_to_c
         parallel=ParallelShape(),
     )
     # Of another layout: where staging would bring no longer segments, nothing is staged.
-    pair = open_one((large, replace(large, layout="HND")), staging_bytes=4096)
+    pair = open_one((large, replace(large, layout=Layout.named("HND"))), staging_bytes=4096)
     request = pair.decode(pair.prefill("r", 21))
     pair.finish(request)
     assert request.failed
@@ -468,6 +461,7 @@ def _cells_are_small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     bits_of: Any = KnownCache._expected
 
     def numbers(cache: KnownCache, *where: Any) -> Any:
+        assert isinstance(cache.geometry, EngineGeometry)
         values = (bits_of(cache, *where) & 0x7F).astype(np.float32)
         bits = values.view(np.uint32)
         return bits if cache.geometry.dtype == "float32" else (bits >> 16).astype(np.uint16)

@@ -25,7 +25,7 @@ def pair(open_engine: OpenEngine) -> Pair:
 def change(engine: FakeEngine, digest: str, *outdated: FakeRequest) -> None:
     """The engine's weights change between two steps."""
     ids = [request.request_id for request in outdated]
-    engine.scheduler.set_weights(digest, ids)  # type: ignore[attr-defined]
+    engine.scheduler.set_weights(digest, ids)
 
 
 def load_until(pair: Pair, request: FakeRequest, stage: Stage) -> None:

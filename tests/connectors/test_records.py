@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvferry.connectors.base import TransferRecord
 from kvferry.connectors.records import digest_mismatch
+from kvferry.observe.records import TransferRecord
 
 
 def record(

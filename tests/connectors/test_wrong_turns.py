@@ -1,4 +1,4 @@
-"""Each wrong turn that a user can take ends in one line, the one that docs/vllm.md explains."""
+"""Each wrong turn of a user ends in one line, which docs/vllm/connector.md explains."""
 
 from collections.abc import Callable
 from pathlib import Path

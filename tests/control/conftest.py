@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from kvferry.control.client import ControlClient
-from kvferry.control.leases import LeaseTable
+from kvferry.control.leases import Lease, LeaseTable
 from kvferry.control.messages import FinishAnswer, LeaseAnswer, Renewed
 from kvferry.control.options import ControlOptions
+from kvferry.control.peers import PeerTable
 from kvferry.control.server import ControlServer
 from kvferry.topology import EngineGeometry, ParallelShape
 from kvferry.topology.description import (
@@ -34,8 +35,8 @@ class Clock:
         return self.now
 
 
-def _fingerprint(**changes: object) -> ModelFingerprint:
-    values: dict[str, object] = {
+def _fingerprint(**changes: Any) -> ModelFingerprint:
+    values: dict[str, Any] = {
         "name": "tiny",
         "architecture": "LlamaForCausalLM",
         "num_layers": 6,
@@ -65,7 +66,7 @@ def _description(
     scale_dtype: str | None = None,
     transports: tuple[str, ...] = ("shm", "tcp"),
     model: ModelFingerprint | None = None,
-    **fields: object,
+    **fields: Any,
 ) -> EngineDescription:
     geometry = EngineGeometry(
         num_layers=num_layers,
@@ -99,12 +100,16 @@ def _hybrid(
     engine_id: str, groups: Sequence[dict[str, Any]], *, tp: int = 1, pp: int = 1
 ) -> EngineDescription:
     """An engine whose groups lie on top of each other, from what each says beside the model."""
-    model = {"num_kv_heads": 3, "head_size": 8, "dtype": "float32", "block_size": 16}
+    model: dict[str, Any] = {
+        "num_kv_heads": 3,
+        "head_size": 8,
+        "dtype": "float32",
+        "block_size": 16,
+        "layout": "NHD",
+    }
     geometries = [
         EngineGeometry(
-            **model
-            | {"num_layers": len(group.get("layer_indices", range(6))), "layout": "NHD"}
-            | group,
+            **model | {"num_layers": len(group.get("layer_indices", range(6)))} | group,
             parallel=ParallelShape(tp=tp, pp=pp),
         )
         for group in groups
@@ -139,7 +144,9 @@ class Served:
 
     def grant(self, num_blocks: int = 1, request_id: str = "r") -> str:
         """Grants a lease; returns its id."""
-        return self.leases.grant(request_id, num_blocks).lease_id
+        lease = self.leases.grant(request_id, num_blocks)
+        assert isinstance(lease, Lease)
+        return lease.lease_id
 
     def keys(self, *lease_ids: str) -> dict[str, bytes]:
         """What the tickets of leases carry."""
@@ -210,10 +217,15 @@ def serve() -> Iterator[Callable[..., Served]]:
     numbers = itertools.count()
 
     def open_client(
-        description: EngineDescription, options: ControlOptions | None = None
+        description: EngineDescription,
+        options: ControlOptions | None = None,
+        peers: PeerTable | None = None,
     ) -> ControlClient:
         client = ControlClient(
-            engine_id=description.engine_id, incarnation=description.incarnation, options=options
+            engine_id=description.engine_id,
+            incarnation=description.incarnation,
+            options=options,
+            peers=peers,
         )
         opened.append(client)
         return client
@@ -226,7 +238,7 @@ def serve() -> Iterator[Callable[..., Served]]:
         ready: bool = True,
         port: int = 0,
         options: ControlOptions | None = None,
-        **more: object,
+        **more: Any,
     ) -> Served:
         engine_id = engine_id or f"prefill-{next(numbers)}"
         description = _description(engine_id, incarnation or secrets.token_hex(4), pp=2)

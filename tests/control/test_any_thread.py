@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import random
 import select
 import signal
@@ -10,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
+from typing import Any, cast
 
 import pytest
 import zmq
@@ -21,6 +22,7 @@ from kvferry.control.links import ZmqNetwork
 from kvferry.control.messages import FinishAnswer, LeaseAnswer
 from kvferry.control.options import ControlOptions
 from kvferry.errors import CancelledError, PeerLostError
+from tests.load import stop
 
 WAIT = 60  # seconds; far more than anything here takes
 PATIENT = ControlOptions(request_timeout_s=120.0)  # what is forgotten is not found by its timeout
@@ -139,7 +141,8 @@ def test_thousands_of_calls_at_once_are_all_answered(met):
 
 def test_every_call_that_is_made_while_the_client_is_closed_ends(met):
     served, client = met
-    asked, failures = [], []
+    asked: list[Future[Any]] = []
+    failures = []
 
     def keep_calling():
         try:
@@ -255,10 +258,10 @@ def test_a_process_that_was_stopped_finds_the_answers_that_came_meanwhile():
     with source() as (router, address):
         command = [sys.executable, "-c", STOPPED, address]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
             try:
                 assert router.poll(WAIT * 1000)
-                process.send_signal(signal.SIGSTOP)
-                os.waitpid(process.pid, os.WUNTRACED)
+                stop(process.pid)
                 answer_one(router)
                 time.sleep(3.5)  # longer than the client's patience
                 process.send_signal(signal.SIGCONT)
@@ -280,10 +283,11 @@ def test_a_call_is_given_up_only_if_two_looks_find_no_answer():
             items=(messages.Finish(lease_id="lease", rank=0, ok=True, nonce=b"n", proof=b"p"),),
         )
         calls = [Call(request, lambda reply: reply) for _ in range(3)]
+        descriptors = cast("tuple[int, int]", connection.link.descriptors)  # those of sockets
 
         def answered():
             answer_one(router)
-            assert select.select(connection.link.descriptors, [], [], WAIT)[0]
+            assert select.select(descriptors, [], [], WAIT)[0]
 
         with connection.lock:
             assert [connection.send(call) for call in calls] == [[], [], []]
@@ -298,6 +302,38 @@ def test_a_call_is_given_up_only_if_two_looks_find_no_answer():
             assert isinstance(error, PeerLostError)
             assert connection.next_look == math.inf
             assert connection.end() == []
+
+
+class BreakingLink:
+    """A link that breaks between the look at it and the send."""
+
+    descriptors = (0, 1)
+    lost: PeerLostError | None = None
+
+    def send(self, payload):
+        self.lost = PeerLostError("127.0.0.1:1: the two have different curve_keys")
+        raise PeerLostError("127.0.0.1:1: it takes no more messages")
+
+    def receive(self):
+        return None
+
+    def why_lost(self):
+        return self.lost
+
+    def close(self):
+        pass
+
+
+def test_a_call_on_a_link_that_has_just_broken_ends_with_the_reason_of_the_loss():
+    connection = Connection(BreakingLink(), "127.0.0.1:1", ControlOptions())
+    call = Call(messages.StatusRequest(id=0), lambda reply: reply)
+    with connection.lock:
+        ended = connection.send(call)
+        assert ended is not None
+        ((sent, error),) = ended
+        assert sent is call
+        assert "curve_keys" in str(error)
+        assert connection.send(call) is None  # the next call takes a new connection
 
 
 @pytest.mark.timed("A handshake must be answered within 1 s.")

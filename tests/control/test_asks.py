@@ -8,11 +8,11 @@ from msgspec.structs import replace
 
 from kvferry.control import asks
 from kvferry.control.asks import MAX_ASKERS, MAX_UNKNOWN, AskTable, ask_proof
-from kvferry.control.messages import Ask, AskState
+from kvferry.control.messages import Ask, Asked, AskState
 from kvferry.control.proofs import veil
 from kvferry.control.tickets import (
     Ticket,
-    Transfer,
+    TransferId,
     read_transfer,
     transfer_secret,
     verify,
@@ -53,7 +53,7 @@ def table(key, clock):
 
 @pytest.fixture
 def transfer(key):
-    return Transfer.begin(ADDRESS, key)
+    return TransferId.begin(ADDRESS, key)
 
 
 def ticket_of(served, lease_id):
@@ -76,26 +76,42 @@ def ticket_of(served, lease_id):
 
 @pytest.mark.parametrize("address", [ADDRESS, "prefill-0.cluster:1", "[fd00::1]:65535"])
 def test_what_a_router_sends_is_read_by_both_engines(key, address):
-    transfer = Transfer.begin(address, key)
+    transfer = TransferId.begin(address, key)
     assert read_transfer(transfer.text, key) == transfer
     assert transfer.address == address
     assert transfer.secret.hex() not in repr(transfer)
 
 
 def test_no_two_transfers_are_alike(key):
-    assert len({Transfer.begin(ADDRESS, key).text for _ in range(100)}) == 100
+    assert len({TransferId.begin(ADDRESS, key).text for _ in range(100)}) == 100
 
 
 def test_a_transfer_of_another_key_or_with_another_address_is_refused():
-    text = Transfer.begin(ADDRESS, KEY).text
+    text = TransferId.begin(ADDRESS, KEY).text
     for false, key in (
         (text, b"x" * 32),
         (text.replace("10.0.0.1", "10.0.0.2"), KEY),
-        (Transfer.begin(ADDRESS, None).text, KEY),
+        (TransferId.begin(ADDRESS, None).text, KEY),
         (text[:-1] + ("0" if text[-1] != "0" else "1"), KEY),
     ):
         with pytest.raises(TicketForgedError, match="same cluster_key_file"):
             read_transfer(false, key)
+
+
+def test_both_engines_make_the_same_transfer_of_a_room(key):
+    transfer = TransferId.of_room(ADDRESS, 12, key)
+    assert transfer == TransferId.of_room(ADDRESS, 12, key) == read_transfer(transfer.text, key)
+    assert transfer.address == ADDRESS
+    assert transfer.text not in (
+        TransferId.of_room(ADDRESS, 13, key).text,
+        TransferId.of_room("10.0.0.2:1", 12, key).text,
+        TransferId.of_room(ADDRESS, 12, b"x" * 32).text,
+    )
+
+
+def test_a_room_without_the_key_of_the_cluster_is_refused():
+    with pytest.raises(TicketForgedError, match="same cluster_key_file"):
+        read_transfer(TransferId.of_room(ADDRESS, 12, None).text, KEY)
 
 
 @pytest.mark.parametrize(
@@ -113,12 +129,12 @@ def test_what_is_no_transfer_is_refused(key, text):
 
 def test_an_address_that_is_too_long_makes_no_transfer(key):
     with pytest.raises(ValueError, match="too long for a transfer"):
-        Transfer.begin(f"{'h' * 220}:1", key)
+        TransferId.begin(f"{'h' * 220}:1", key)
 
 
 @pytest.mark.parametrize("host", ["h" * 219, ":" * 219])
 def test_the_longest_address_makes_a_transfer_that_engines_read(key, host):
-    transfer = Transfer.begin(f"{host}:1", key)
+    transfer = TransferId.begin(f"{host}:1", key)
     assert read_transfer(transfer.text, key) == transfer
 
 
@@ -175,7 +191,7 @@ def test_a_proof_is_of_one_asker_and_one_start_of_the_source(table, transfer):
     ask = ask_for(transfer)
     for change in ({"engine_id": "e"}, {"incarnation": "d2"}, {"source_incarnation": "p2"}):
         assert table.ask(replace(ask, **change), b"c") is None
-    other = Transfer.begin(ADDRESS, None)
+    other = TransferId.begin(ADDRESS, None)
     table.expect(other)
     assert table.ask(replace(ask, transfer_id=other.transfer_id), b"c") is None
 
@@ -187,8 +203,10 @@ def test_a_transfer_that_comes_twice_does_not_undo_what_was_lent(table, transfer
     assert table.ask(ask_for(transfer), b"c").ticket == "ticket"
 
 
-def test_unknown_asks_are_forgotten_after_a_while_and_live_ones_are_not(table, transfer, clock):
-    live = Transfer.begin(ADDRESS, table._key)
+def test_unknown_asks_are_forgotten_after_a_while_and_live_ones_are_not(
+    table, transfer, key, clock
+):
+    live = TransferId.begin(ADDRESS, key)
     table.expect(live)
     table.ask(ask_for(transfer), b"c")
     clock.now = asks.KEPT_S / 2
@@ -211,7 +229,7 @@ def test_hostile_asks_cost_bounded_memory(key, clock):
     try:
         for number in range(2 * MAX_UNKNOWN):
             name = f"{number:032x}@{'h' * 200}:1"
-            transfer = Transfer(name, transfer_secret(name, key) or b"s" * 16)
+            transfer = TransferId(name, transfer_secret(name, key) or b"s" * 16)
             for connection in range(2 * MAX_ASKERS):
                 ask = replace(ask_for(transfer, engine=long), source_incarnation=long)
                 table.ask(ask, b"connection %d" % connection)
@@ -234,9 +252,10 @@ def open_target(served, describe, told, engine_id="decode-0"):
 
 
 def test_the_ticket_comes_unasked_and_only_the_transfer_opens_its_secret(serve, describe, key):
-    served, told = serve(key=key), queue.Queue()
+    served = serve(key=key)
+    told: queue.Queue[Asked] = queue.Queue()
     client = open_target(served, describe, told)
-    transfer = Transfer.begin(served.address, key)
+    transfer = TransferId.begin(served.address, key)
 
     def ask():
         return client.ask(served.address, served.incarnation, transfer).result(WAIT)
@@ -258,9 +277,10 @@ def test_the_ticket_comes_unasked_and_only_the_transfer_opens_its_secret(serve, 
 
 
 def test_who_waits_hears_at_once_that_nothing_comes(serve, describe, key):
-    served, told = serve(key=key), queue.Queue()
+    served = serve(key=key)
+    told: queue.Queue[Asked] = queue.Queue()
     client = open_target(served, describe, told)
-    transfer = Transfer.begin(served.address, key)
+    transfer = TransferId.begin(served.address, key)
     served.server.expect(transfer)
     client.ask(served.address, served.incarnation, transfer).result(WAIT)
     served.server.deny(transfer, "request r has ended (abort)")
@@ -269,9 +289,10 @@ def test_who_waits_hears_at_once_that_nothing_comes(serve, describe, key):
 
 
 def test_an_ask_without_a_right_is_answered_never_and_noted(serve, describe):
-    served, told = serve(key=KEY), queue.Queue()
+    served = serve(key=KEY)
+    told: queue.Queue[Asked] = queue.Queue()
     client = open_target(served, describe, told)
-    false = Transfer.begin(served.address, b"x" * 32)
+    false = TransferId.begin(served.address, b"x" * 32)
     answer = client.ask(served.address, served.incarnation, false).result(WAIT)
     assert answer.state is AskState.NEVER
     assert "does not prove that the router sent it" in answer.reason
@@ -280,10 +301,12 @@ def test_an_ask_without_a_right_is_answered_never_and_noted(serve, describe):
 
 
 def test_a_stranger_who_repeats_an_ask_does_not_keep_its_news_from_the_asker(serve, describe):
-    served, told, overheard = serve(key=KEY), queue.Queue(), queue.Queue()
+    served = serve(key=KEY)
+    told: queue.Queue[Asked] = queue.Queue()
+    overheard: queue.Queue[Asked] = queue.Queue()
     client = open_target(served, describe, told)
     stranger = open_target(served, describe, overheard)  # he says what he hears, on his connection
-    transfer = Transfer.begin(served.address, KEY)
+    transfer = TransferId.begin(served.address, KEY)
     served.server.expect(transfer)
     for one in (client, stranger):
         one.ask(served.address, served.incarnation, transfer).result(WAIT)
@@ -294,7 +317,8 @@ def test_a_stranger_who_repeats_an_ask_does_not_keep_its_news_from_the_asker(ser
 
 
 def test_an_ask_to_another_start_of_the_source_needs_a_handshake(serve, describe):
-    served, told = serve(key=KEY), queue.Queue()
+    served = serve(key=KEY)
+    told: queue.Queue[Asked] = queue.Queue()
     client = open_target(served, describe, told)
     with pytest.raises(HandshakeNeededError):
-        client.ask(served.address, "p0", Transfer.begin(served.address, KEY)).result(WAIT)
+        client.ask(served.address, "p0", TransferId.begin(served.address, KEY)).result(WAIT)

@@ -4,6 +4,7 @@ import contextlib
 import random
 import socket
 import struct
+from typing import Any
 
 import msgspec
 import pytest
@@ -37,7 +38,8 @@ WAIT = 60
 @pytest.fixture(scope="session")
 def requests(describe, hybrid):
     """One good request of each kind."""
-    header = {"id": 7, "engine_id": "d", "incarnation": "i", "source_incarnation": "s"}
+    header: dict[str, Any] = {"id": 7, "engine_id": "d", "incarnation": "i"}
+    header["source_incarnation"] = "s"
     items = tuple(
         Finish(lease_id=f"lease-{rank}", rank=rank, ok=True, nonce=b"n" * 8, proof=b"p" * 16)
         for rank in range(3)
@@ -67,6 +69,12 @@ def dealer(served):
         yield raw
 
 
+def decode_error(payload):
+    reply = messages.decode_reply(payload)
+    assert isinstance(reply, ErrorReply)
+    return reply
+
+
 def confirm_works(served, describe):
     """A whole life of a lease on the same listener."""
     description = describe("good", "g1")
@@ -84,8 +92,7 @@ def test_a_thousand_random_frames(serve, describe):
     with dealer(served) as raw:
         for _ in range(1000):
             raw.send(rng.randbytes(rng.randrange(200)))
-            reply = messages.decode_reply(raw.recv())
-            assert isinstance(reply, ErrorReply)
+            reply = decode_error(raw.recv())
             assert (reply.id, reply.name) == (0, "DecodeError")
     confirm_works(served, describe)
     status = served.server.status()
@@ -101,7 +108,7 @@ def test_a_thousand_truncated_frames(serve, describe, requests):
         for _ in range(1000):
             payload = rng.choice(payloads)
             raw.send(payload[: rng.randrange(len(payload))])
-            reply = messages.decode_reply(raw.recv())
+            reply = decode_error(raw.recv())
             assert (reply.id, reply.name) == (0, "DecodeError")
     confirm_works(served, describe)
 
@@ -127,11 +134,11 @@ def test_messages_of_no_or_of_many_frames(serve, describe):
     with dealer(served) as raw:
         for frames in ([b"", b""], [b"a"] * 100):
             raw.send_multipart(frames)
-            reply = messages.decode_reply(raw.recv())
+            reply = decode_error(raw.recv())
             assert reply.name == "ProtocolError"
             assert f"this one has {len(frames)}" in reply.message
         raw.send(b"")
-        assert messages.decode_reply(raw.recv()).name == "DecodeError"
+        assert decode_error(raw.recv()).name == "DecodeError"
     confirm_works(served, describe)
 
 

@@ -24,6 +24,11 @@ def packed(number):
     return msgspec.msgpack.encode(KVEventBatch(ts=time.time(), events=[removed(number)]))
 
 
+def fall_silent(publisher):
+    """What it publishes from now on is kept for replays, and reaches nobody at once."""
+    publisher.socket.close()
+
+
 def hashes(received):
     return [block_hash for event in received.batch.events for block_hash in event.block_hashes]
 
@@ -128,7 +133,7 @@ def test_what_was_lost_before_a_silence_arrives(open_publisher, subscribe):
     subscriber = subscribe(publisher)
     publisher.publish([removed(0)])
     assert subscriber.receive(TIMEOUT_S).number == 0
-    publisher._publisher.close()  # what follows is kept for replays, and reaches nobody
+    fall_silent(publisher)
     publisher.publish([removed(1)])
     received = subscriber.receive(TIMEOUT_S)
     assert (received.number, received.is_gapless) == (1, True)
@@ -145,7 +150,7 @@ def test_engine_started_anew_shows_in_silence(open_publisher, subscribe, count):
     assert [subscriber.receive(TIMEOUT_S).number for _ in range(3)] == [0, 1, 2]
     publisher.close()
     again = open_publisher(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
-    again._publisher.close()
+    fall_silent(again)
     for number in range(count):
         again.publish([removed(1000 + number)])
     news = [subscriber.receive(TIMEOUT_S) for _ in range(count)]
@@ -159,10 +164,10 @@ def test_replay_that_no_longer_has_the_last_batch_is_a_gap(open_publisher, subsc
     publisher.publish([removed(0)])
     subscriber = subscribe(publisher)
     assert subscriber.receive(TIMEOUT_S).number == 0
-    publisher._publisher.close()
-    with publisher._replay._lock:  # both at once
+    fall_silent(publisher)
+    with publisher.replay.lock:  # both at once
         for number in range(1, 3):
-            publisher._replay._kept.append((number, packed(number)))
+            publisher.replay.kept.append((number, packed(number)))
     news = [subscriber.receive(TIMEOUT_S) for _ in range(2)]
     assert [(each.number, each.is_gapless) for each in news] == [(1, False), (2, True)]
 
@@ -235,7 +240,7 @@ def test_frames_are_those_of_vllms_publisher(open_publisher):
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(publisher.replay_endpoint)
         dealer.send_multipart((b"", bytes(8)))
-        assert dealer.poll(TIMEOUT_S * 1000)
+        assert dealer.poll(int(TIMEOUT_S * 1000))
         empty, topic, number, batch = dealer.recv_multipart()
         assert (empty, topic, number) == (b"", b"t", bytes(8))
         ts, events, rank = msgspec.msgpack.decode(batch)
@@ -244,7 +249,7 @@ def test_frames_are_those_of_vllms_publisher(open_publisher):
             [{"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU"}],
             0,
         )
-        assert dealer.poll(TIMEOUT_S * 1000)
+        assert dealer.poll(int(TIMEOUT_S * 1000))
         assert dealer.recv_multipart() == [b"", b"", b"\xff" * 8, b""]
 
 
@@ -301,7 +306,9 @@ def test_what_is_no_batch_is_a_named_error_and_the_next_one_arrives(frames):
             )
             with pytest.raises(DecodeError, match="KV cache events: "):
                 receive_all(subscriber)  # of the good ones more may be on the way
-            assert subscriber.receive(TIMEOUT_S).batch.ts == 2.0
+            received = subscriber.receive(TIMEOUT_S)
+            assert received is not None
+            assert received.batch.ts == 2.0
 
 
 def test_silent_replay_socket_does_not_hold_batches_back(open_publisher, subscribe):

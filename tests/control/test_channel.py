@@ -50,9 +50,15 @@ def finish(client, served, lease_id, rank=0, ok=True):
 
 
 def test_the_holder_of_a_lease_is_told_unasked_that_it_has_grown_or_is_revoked(serve, describe):
-    served, told = serve(), queue.Queue()
+    served = serve()
+    told: queue.Queue[tuple[str, messages.Renewed]] = queue.Queue()
     client = target(served, describe)
-    client.listen(lambda address, news: news.states and told.put((address, news)))
+
+    def listen(address, news):
+        if isinstance(news, messages.Renewed) and news.states:
+            told.put((address, news))
+
+    client.listen(listen)
     lease_id = served.leases.grant("r", 1, num_tokens=8, writers=(0, 1)).lease_id
     renewed = client.renew(served.address, served.incarnation, served.keys(lease_id)).result(WAIT)
     held = {lease_id: LeaseAnswer.HELD}
@@ -186,8 +192,7 @@ def test_an_engine_that_does_not_fit_only_in_our_eyes_is_not_used(serve, describ
 
 def test_a_successful_handshake_shows_in_the_status_of_both_sides(serve, describe):
     source, sink = serve(), serve()
-    client = source.client(sink.description)
-    client._peers = sink.server.peers
+    client = source.client(sink.description, peers=sink.server.peers)
     client.handshake(source.address, sink.description).result(WAIT)
     for served, other in ((source, sink), (sink, source)):
         (peer,) = served.server.status().peers
@@ -375,6 +380,7 @@ def test_finishes_that_wait_together_share_a_message_and_each_gets_its_own_answe
         while asked:
             who, payload = asked.pop(0)
             finishes = messages.decode_request(payload)
+            assert isinstance(finishes, messages.Finishes)
             counts.append(len(finishes.items))
             router.send_multipart([who, messages.encode(confirmed(finishes))])
             if not asked and sum(counts) < 1000:
@@ -408,12 +414,15 @@ def test_the_status_shows_everything_an_operator_asks_for(serve, describe):
         progress_s=0.5,
     )
     served.server.set_transfers(lambda: [transfer])
+    told = msgspec.structs.replace(served.description, serving_engine="vLLM 0.32.0")
+    served.server.set_description(told)
     before = time.time()
     served.server.note_error("transport", "stalled for 10 s")
     report = fetch_status("127.0.0.1", served.server.port, timeout_s=WAIT)
     assert (report.engine_id, report.role) == (served.description.engine_id, "kv_producer")
     assert report.incarnation == served.incarnation
     assert report.uptime_s > 0
+    assert report.serving_engine == "vLLM 0.32.0"
     (peer,) = report.peers
     assert (peer.engine_id, peer.incarnation, peer.state, peer.ranks) == (
         *("decode-0", "d1", "ready"),
@@ -477,13 +486,13 @@ def test_an_address_that_is_not_of_this_machine_is_a_host_error():
 
 
 def test_where_nobody_listens_the_peer_is_lost_at_once_and_found_once_it_is_there(serve, describe):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     description = describe("decode-0")
     client = serve().client(description)
-    with pytest.raises(PeerLostError, match="nobody listens"):
-        client.handshake(f"127.0.0.1:{port}", description).result(WAIT)
+    with socket.socket() as bound:  # does not listen, and keeps other processes from the port
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        with pytest.raises(PeerLostError, match="nobody listens"):
+            client.handshake(f"127.0.0.1:{port}", description).result(WAIT)
     served = serve(port=port)
     client.handshake(served.address, description).result(WAIT)
 

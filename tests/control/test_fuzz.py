@@ -14,9 +14,11 @@ from kvferry.control.asks import ask_proof
 from kvferry.control.messages import (
     Ask,
     Asked,
+    AskState,
     DescriptionReply,
     DescriptionRequest,
     Finish,
+    FinishAnswer,
     Finishes,
     FinishReply,
     Handshake,
@@ -29,7 +31,7 @@ from kvferry.control.messages import (
     StatusReply,
     StatusRequest,
 )
-from kvferry.control.tickets import Ticket, Transfer, read_transfer, sign, verify
+from kvferry.control.tickets import Ticket, TransferId, read_transfer, sign, verify
 from kvferry.errors import DecodeError, TicketError
 from tests.control.test_members import HONEST, MEMBER, Cluster
 from tests.fuzzing import nearly
@@ -64,7 +66,7 @@ def requests_of(cluster):
             **header, leases={own: cluster.proof("Release", target, own, True)}, keep=True
         )
         yield Finishes(**header, items=(item, item))
-        transfer = Transfer("a" * 32 + "@127.0.0.1:14579", bytes(16))
+        transfer = TransferId("a" * 32 + "@127.0.0.1:14579", bytes(16))
         ask = Ask(**header, transfer_id=transfer.transfer_id, proof=b"")
         yield msgspec.structs.replace(ask, proof=ask_proof(transfer.secret, ask))
     yield StatusRequest(id=3)
@@ -98,8 +100,8 @@ def test_nearly_right_answers_are_decoded_or_refused(describe, count, seed):
         HandshakeReply(id=1, description=describe("p", "p1", tp=2)),
         Refused(id=1, engine_id="p", mismatches=("a", "b")),
         Renewed(id=1, states={"a": LeaseAnswer.HELD}),
-        FinishReply(id=1, answers=("held", "revoked")),
-        Asked(id=1, transfer_id="a", state="lent", ticket="t"),
+        FinishReply(id=1, answers=(FinishAnswer.HELD, FinishAnswer.REVOKED)),
+        Asked(id=1, transfer_id="a", state=AskState.LENT, ticket="t"),
         StatusReply(id=1, report=cluster.service.status()),
         DescriptionReply(id=1, role="kv_both", description=describe("p", "p1")),
     ]
@@ -133,7 +135,7 @@ def test_nearly_right_tickets_are_refused_by_name(count, seed):
 
 @pytest.mark.parametrize(("count", "seed"), COUNTS)
 def test_nearly_right_transfers_are_refused_by_name(count, seed):
-    good = Transfer.begin("[fd00::1]:14579", b"k" * 32).text
+    good = TransferId.begin("[fd00::1]:14579", b"k" * 32).text
     for data in nearly([good], count, seed=seed):
         for key in (b"k" * 32, None):
             with contextlib.suppress(TicketError):  # nothing else may be raised
@@ -144,7 +146,7 @@ def _signed(data, key):
     """Any bytes as a ticket that carries a good signature."""
     from kvferry.control import tickets
 
-    return f"{tickets._to_text(data)}.{tickets._to_text(tickets._mac(data, key))}"
+    return f"{tickets.to_text(data)}.{tickets.to_text(tickets.mac(data, key))}"
 
 
 def test_the_mutations_reach_the_code_behind_the_schema(describe):

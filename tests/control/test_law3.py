@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from kvferry.control import messages
-from kvferry.control.leases import SLOW, LeaseOutcome, LeaseTable
+from kvferry.control.leases import SLOW, Lease, LeaseOutcome, LeaseTable
 from kvferry.control.messages import (
     ErrorReply,
     Finish,
@@ -158,13 +158,14 @@ class World(RuleBasedStateMachine):
             options=ControlOptions(lease_duration_s=DURATION),
             clock=self.clock,
         )
-        self.service._lives = lambda _: self.lives  # a service without sockets knows nothing
+        # A service without sockets knows nothing.
+        self.service._lives = lambda target: self.lives  # type: ignore[method-assign]
         self.service.set_description(self.descriptions("p", self.incarnation))
 
     def descriptions(self, engine_id, incarnation, tp=1):
         return self.describe(engine_id, incarnation, tp=tp, num_layers=1)
 
-    def target(self, engine):
+    def target(self, engine: str) -> tuple[str, str]:
         return engine, f"{engine}{self.starts[engine]}"
 
     # ---- the source ------------------------------------------------------------------------
@@ -214,6 +215,7 @@ class World(RuleBasedStateMachine):
         lease = self.table.grant(
             "request", 10, shared=shared, num_tokens=TOKENS * grows, writers=writers
         )
+        assert isinstance(lease, Lease)
         secret = self.service.secret(lease.lease_id)
         kept = Kept(lease.lease_id, self.clock(), shared)
         kept.written = {rank: [] for rank in writers}
@@ -409,8 +411,8 @@ class World(RuleBasedStateMachine):
                     self.find(lease_id).heard = self.clock()
                     self.check_readable(lease_id, sent, reply.written.get(lease_id))
         elif isinstance(reply, messages.FinishReply):
-            (answer,) = reply.answers
-            if answer is FinishAnswer.HELD and sent.read is not None:
+            (confirm,) = reply.answers
+            if confirm is FinishAnswer.HELD and sent.read is not None:
                 self.check_confirmed(sent)
         elif isinstance(reply, ErrorReply):
             assert reply.name == "HandshakeNeededError", reply
@@ -436,8 +438,9 @@ class World(RuleBasedStateMachine):
     def check_readable(self, lease_id, sent, readable):
         """A target is told how many tokens of a lease it may read."""
         kept = self.find(lease_id).kept
-        grows = messages.decode_request(sent.payload).grows
-        assert grows or kept.is_whole, "an old release is given a lease that grows"
+        request = messages.decode_request(sent.payload)
+        assert isinstance(request, Renew)
+        assert request.grows or kept.is_whole, "an old release is given a lease that grows"
         least = min(map(len, kept.written.values()), default=TOKENS)
         told = TOKENS if readable is None else readable
         assert told <= least, "tokens were published that a rank has not written"
@@ -534,7 +537,7 @@ class CountsReports(LeaseTable):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.reports = Counter()
+        self.reports: Counter[str] = Counter()
 
     def _report(self, entry, rank, report):
         self.reports[entry.lease.lease_id] += 1
@@ -549,7 +552,7 @@ class KeepsReports(LeaseTable):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.kept = defaultdict(dict)
+        self.kept: defaultdict[str, dict] = defaultdict(dict)
 
     def _report(self, entry, rank, report):
         kept = self.kept[entry.lease.lease_id]
@@ -684,7 +687,9 @@ def test_a_lease_is_kept_alive_by_renewals_timed_with_a_wrong_and_drifting_clock
     """The source's clock is an hour ahead and exact; the target renews by its own."""
     source = clock_class(3600.0)
     table = LeaseTable(duration_s=DURATION, max_blocks=10, clock=source)
-    lease_id = table.grant("request", 1).lease_id
+    lease = table.grant("request", 1)
+    assert isinstance(lease, Lease)
+    lease_id = lease.lease_id
     target_clock, next_renewal = -5000.0, -5000.0
     for _ in range(1000):
         source.now += 1.0

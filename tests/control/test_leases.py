@@ -22,8 +22,8 @@ def table(clock):
     return LeaseTable(duration_s=30.0, max_blocks=100, clock=clock)
 
 
-def grant(table, num_blocks=10):
-    lease = table.grant("request", num_blocks)
+def grant(table, num_blocks=10, *, shared=False):
+    lease = table.grant("request", num_blocks, shared=shared)
     assert isinstance(lease, Lease)
     return lease.lease_id
 
@@ -136,7 +136,7 @@ def test_nothing_expires_before_its_owner_has_run_for_a_whole_duration(table, cl
 def test_a_holder_whose_connection_lives_may_say_nothing_for_three_durations(table, clock):
     held, untaken = grant(table), grant(table)
     assert renew(table, D1, held) == LeaseAnswer.HELD
-    ended = []
+    ended: list[tuple[str, float]] = []
     while len(ended) < 2:
         clock.now += 1.0
         table.expire(lives=lambda target: target == D1)
@@ -526,7 +526,7 @@ def test_a_shared_lease_that_is_withdrawn_ends_with_its_last_taker(table, shared
 
 def test_a_shared_lease_ends_at_its_greatest_age_with_all_its_claims(clock):
     table = LeaseTable(duration_s=30.0, max_age_s=100.0, max_blocks=10, clock=clock)
-    shared = table.grant("request", 10, shared=True).lease_id
+    shared = grant(table, shared=True)
     for _ in range(10):
         assert renew(table, D1, f"{shared}/a") == LeaseAnswer.HELD
         clock.now += 10

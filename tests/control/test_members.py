@@ -6,12 +6,13 @@ its lease and is told ``held``, and nothing of it ends before it has finished.
 """
 
 import itertools
+from typing import Any
 
 import msgspec
 import pytest
 
 from kvferry.control import messages
-from kvferry.control.leases import LeaseOutcome, LeaseTable
+from kvferry.control.leases import Lease, LeaseOutcome, LeaseTable
 from kvferry.control.messages import (
     Ask,
     Asked,
@@ -29,7 +30,7 @@ from kvferry.control.messages import (
 )
 from kvferry.control.proofs import prove
 from kvferry.control.server import ControlService
-from kvferry.control.tickets import Transfer
+from kvferry.control.tickets import TransferId
 
 HONEST, MEMBER, SOURCE = ("d", "d1"), ("m", "m1"), "p1"
 
@@ -46,8 +47,8 @@ class Cluster:
         self.service.set_description(describe("p", SOURCE))
         self.shake_hands(describe(*HONEST, tp=2))
         self.shake_hands(describe(*MEMBER))
-        self.lease, self.own = (self.leases.grant("r", 10).lease_id for _ in range(2))
-        self.transfer = Transfer.begin("127.0.0.1:14579", None)
+        self.lease, self.own = self.grant(), self.grant()
+        self.transfer = TransferId.begin("127.0.0.1:14579", None)
         self.service.expect(self.transfer)
         assert self.renew(HONEST, self.lease) == LeaseAnswer.HELD
         assert self.renew(MEMBER, self.own) == LeaseAnswer.HELD
@@ -57,6 +58,11 @@ class Cluster:
 
     def shake_hands(self, description):
         return self.tell(Handshake(id=1, description=description))
+
+    def grant(self):
+        lease = self.leases.grant("r", 10)
+        assert isinstance(lease, Lease)
+        return lease.lease_id
 
     def proof(self, action, target, lease_id, *said, ticket=None):
         secret = self.service.secret(ticket or lease_id)
@@ -151,6 +157,7 @@ def test_a_member_that_lies_about_a_lease_gains_nothing_and_harms_nobody(cluster
     target, source, kind = list(lies())[lie]
     header = cluster.header(target) | {"source_incarnation": source}
     lease = cluster.lease
+    message: Renew | Release | Ask | Finishes
     for rank in (0, 1, -1, 1 << 40):
         match what:
             case "renew":
@@ -173,7 +180,7 @@ def test_a_member_that_lies_about_a_lease_gains_nothing_and_harms_nobody(cluster
     cluster.check_unharmed()
 
 
-DESCRIPTIONS = {
+DESCRIPTIONS: dict[str, dict[str, Any]] = {
     "the honest engine, another start": {"engine_id": "d", "incarnation": "d2"},
     "the honest engine's start": {"engine_id": "d", "incarnation": "d1"},
     "the honest engine's start, one rank": {"engine_id": "d", "incarnation": "d1", "tp": 1},

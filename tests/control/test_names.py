@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from kvferry import zeromq
 from kvferry.control.client import ControlClient
 from kvferry.control.options import ControlOptions
 from kvferry.errors import CancelledError, PeerLostError
@@ -18,7 +17,7 @@ NAME = "prefill.cluster.test"
 @pytest.fixture
 def names(monkeypatch):
     """What the name server says: an address, an error, or an event to wait for first."""
-    known = {}
+    known: dict[str, str | OSError | threading.Event] = {}
 
     def look_up(host, *args, **kwargs):
         said = known.get(host, socket.gaierror(-2, "Name or service not known"))
@@ -29,7 +28,7 @@ def names(monkeypatch):
             raise said
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (said, 0))]
 
-    monkeypatch.setattr(zeromq.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
     return known
 
 

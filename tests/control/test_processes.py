@@ -15,6 +15,7 @@ from kvferry.control.client import ControlClient
 from kvferry.control.messages import FinishAnswer, LeaseAnswer
 from kvferry.control.options import ControlOptions
 from kvferry.errors import PeerLostError
+from tests.load import stop
 
 WAIT = 60
 LEASE_S = 3.0
@@ -46,6 +47,8 @@ def source(describe):
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
             process.stdin.write(msgspec.json.encode(describe("p", "p1")).decode() + "\n")
             process.stdin.flush()
@@ -83,8 +86,7 @@ def test_a_source_that_was_stopped_charges_no_lease_for_it_and_confirms_what_it_
     held = dict.fromkeys((kept, early), LeaseAnswer.HELD)
     assert client.renew(address, "p1", secrets).result(WAIT).states == held
     assert finish(early).result(WAIT) == FinishAnswer.HELD
-    os.kill(process.pid, signal.SIGSTOP)
-    os.waitpid(process.pid, os.WUNTRACED)  # till then one of its threads may still answer
+    stop(process.pid)
     # This report waits in the source's socket for longer than a lease lasts.
     with pytest.raises(PeerLostError, match="no answer within"):
         finish(kept).result(WAIT)
@@ -114,7 +116,7 @@ def test_engines_that_all_come_back_at_once_are_not_told_to_try_again(source):
     """
     process, address, _ = source
     host, port = address.split(":")
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process.pid)
     with contextlib.ExitStack() as stack:
         connecting = select.poll()
         for _ in range(400):

@@ -17,10 +17,10 @@ from kvferry.connectors.base import (
     RequestView,
     SchedulerConnector,
     SchedulerOutputView,
-    TransferRecord,
     WorkerConnector,
 )
 from kvferry.errors import TicketError, TransferError
+from kvferry.observe.records import TransferRecord
 from kvferry.topology.windows import first_kept_token
 from tests.engine.toy_cache import ToyCache, spoil_tokens, write_tokens
 

@@ -7,7 +7,7 @@ loaded. For tests of schedulers and of connectors, whose worker halves it drives
 
 import secrets
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from kvferry.config import KVTransferConfig
 from kvferry.connectors.base import KVConnectorMetadata, WorkerConnector
 from kvferry.connectors.registry import connector_context
 from kvferry.engine.engine import Engine
+from kvferry.engine.executor import Executor
 from kvferry.engine.messages import EngineOutput, RankOutput, ScheduledRequest, SchedulerOutput
 from kvferry.engine.request import SchedulerOptions
 from kvferry.errors import WorkerDiedError
@@ -82,6 +83,8 @@ class SimulatedExecutor:
         self.workers = tuple(workers)
         self.world_size = max(1, len(workers))
         self.vocab_size = vocab_size
+        self.weights_digest = ""
+        """Of weights, the toy model has none."""
         self.steps: list[SchedulerOutput] = []
         """Every step so far."""
         self.failures: dict[int, WorkerDiedError] = {}
@@ -226,7 +229,7 @@ def open_simulated(
     )
     connector = ScriptedScheduler() if scripted else None
     config = toy_cache_config(num_blocks, block_size, windows)
-    return Engine(options, config, executor, connector), executor, connector
+    return Engine(options, config, cast(Executor, executor), connector), executor, connector
 
 
 def open_connected(
@@ -270,7 +273,7 @@ def open_connected(
         vocab_size=vocab_size,
     )
     cache = toy_cache_config(num_blocks, block_size, windows)
-    return Engine(options, cache, executor, half), executor
+    return Engine(options, cache, cast(Executor, executor), half), executor
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:

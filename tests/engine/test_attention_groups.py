@@ -1,6 +1,7 @@
 """Paged attention of groups that share memory, with windows, against attention over plain lists."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ ORDERS = st.permutations("KBNHD").map("".join) | st.permutations("LKBNHD").map("
 
 
 def geometry(layers, **values):
-    defaults = {
+    defaults: dict[str, Any] = {
         "num_kv_heads": 2,
         "head_size": HEAD,
         "dtype": "float64",
@@ -131,7 +132,8 @@ def test_a_layer_sees_its_window_of_its_own_sequence_and_of_its_own_group_only(c
             q_THD = torch.randn(
                 len(batch.tokens), 2 * QUERIES_PER_HEAD, HEAD, generator=random, dtype=torch.float64
             )
-            found = iter(attend(q_THD, cache.layer(layer), batch.layers[layer]))
+            keys_and_values: Any = cache.layer(layer)
+            found = iter(attend(q_THD, keys_and_values, batch.layers[layer]))
             queries = iter(q_THD)
             for (keys, values), (before, now) in zip(sequences[layer], case.lengths, strict=True):
                 for position in range(before, before + now):

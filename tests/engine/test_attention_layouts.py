@@ -1,5 +1,7 @@
 """Paged attention against attention over plain lists, for any layout and any batch."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -42,7 +44,12 @@ def batches(draw):
 
 
 def one_layer(**values):
-    defaults = {"num_layers": 1, "num_kv_heads": 1, "head_size": HEAD, "dtype": "float32"}
+    defaults: dict[str, Any] = {
+        "num_layers": 1,
+        "num_kv_heads": 1,
+        "head_size": HEAD,
+        "dtype": "float32",
+    }
     return EngineGeometry(**defaults, **values, layout="NHD", parallel=ParallelShape())
 
 
@@ -88,7 +95,7 @@ def test_every_token_attends_to_its_own_sequence_only(layout, batch, kv_heads, g
     for number, (before, now) in enumerate(lengths):
         needed = -(-(before + now) // block_size)
         table, free = free[:needed], free[needed:]
-        options = {"sample": SamplingParams()} if number % 2 else {}
+        options: dict[str, Any] = {"sample": SamplingParams()} if number % 2 else {}
         requests.append(
             ScheduledRequest(
                 request_id=str(number),
@@ -165,7 +172,7 @@ def test_decodes_of_similar_length_share_a_call_and_a_long_one_stands_alone():
         (one_layer(block_size=1),),
         torch.float32,
     )
-    calls = step.layers[0].calls
+    calls: list[Any] = list(step.layers[0].calls)
     members = sorted(tuple(call.rows.tolist()) for call in calls)
     assert members == [(1,), (2, 0), (3,)]
     padded = next(call for call in calls if call.num_requests == 2)

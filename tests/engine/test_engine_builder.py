@@ -2,6 +2,7 @@
 
 import re
 import socket
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,9 +23,8 @@ def config(**values):
         "kv_port": values.pop("kv_port", 0),
         "kv_connector_extra_config": {"cluster_key": "k" * 32},
     }
-    return EngineConfig(
-        **{"name": "e", "num_blocks": 48, "block_size": 4, "kv_transfer_config": pull} | values
-    )
+    defaults: dict[str, Any] = {"name": "e", "num_blocks": 48, "block_size": 4}
+    return EngineConfig(**defaults | {"kv_transfer_config": pull} | values)
 
 
 @pytest.fixture
@@ -136,6 +136,7 @@ def test_engine_publishes_what_later_requests_will_hit(folder, prompts, caplog):
                 received = subscriber.receive(0.02)
             while received is not None and received.batch.events != [AllBlocksCleared()]:
                 for event in received.batch.events:
+                    assert not isinstance(event, AllBlocksCleared)
                     hits |= set(event.block_hashes)
                 assert received.is_gapless
                 received = subscriber.receive(10.0)

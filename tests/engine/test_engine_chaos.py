@@ -9,16 +9,17 @@ import random
 import secrets
 import time
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
-import kvferry.layouts.copier as copier
 from benchmarks.vllm_servers.ports import free_port
 from kvferry.config import KVTransferConfig
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import FinishAnswer
 from kvferry.engine.messages import SamplingParams
 from kvferry.errors import TicketError
+from kvferry.layouts import chunks, kernels
 from tests.engine.simulated import VOCAB, open_connected
 from tests.engine.toy_cache import reference_tokens
 
@@ -98,10 +99,12 @@ class Member:
     def check_settled(self):
         stats = self.engine.stats().scheduler
         assert stats.free_blocks == stats.usable_blocks
-        assert not self.engine.connector._loads
-        assert not self.engine.connector._sources._loads
-        for worker in self.executor.workers:
-            assert not worker._cache.loads._loads
+        connector: Any = self.engine.connector
+        assert not connector.borrower.loads
+        assert not connector.sources.agenda.pursuits
+        workers: Any = self.executor.workers
+        for worker in workers:
+            assert not worker.cache.loads._loads
 
 
 class Chaos:
@@ -202,18 +205,18 @@ class Chaos:
             self.any_of(DECODE).add(name, *self.rng.choice(self.tickets))
 
     def expire(self):
-        leases = self.any_of(PREFILL).engine.connector._lender.leases
+        leases = self.any_of(PREFILL).engine.connector.lender.leases
         clock, jump = leases._clock, 1.1 * self.lease_s
         leases._clock = lambda: clock() + jump
 
     def disconnect(self):
         worker = self.rng.choice(self.any_of(DECODE).executor.workers)
-        for peer in list(worker._cache.loads._peers.values()):
+        for peer in list(worker.cache.loads.peers.connected.values()):
             for connection in list(peer.connections.values()):
                 connection.close()
 
     def forget(self):
-        server = self.any_of(PREFILL).engine.connector._server
+        server = self.any_of(PREFILL).engine.connector.server
         server.peers.forget(self.rng.choice(DECODE))
 
     def close(self):
@@ -227,7 +230,7 @@ def slow_copies(monkeypatch):
 
     copies = [
         (module, name, getattr(module, name))
-        for module, name in ((copier.chunks, "copy_chunks"), (copier.kernels, "copy_now"))
+        for module, name in ((chunks, "copy_chunks"), (kernels, "copy_now"))
     ]
 
     def slow_down(longest_s, rng):

@@ -4,12 +4,14 @@ As in ``test_engine_pull``, but the decode engine is given a ticket as soon as t
 has granted its lease, and the prefill engine computes in chunks and preempts.
 """
 
+import itertools
 import random
 import time
+from typing import Any
 
 import pytest
 
-from kvferry.control.tickets import Transfer
+from kvferry.control.tickets import TransferId
 from kvferry.engine.messages import SamplingParams
 from kvferry.testing.waiting import WAIT_S
 from tests.engine.simulated import VOCAB
@@ -27,12 +29,12 @@ class EarlyPair(Pair):
         self.failed = 0
         self.early = 0
         """Loads that began before their prompt was whole."""
-        self.told = prefill.connector._lender.tell_lent
-        prefill.connector._lender.tell_lent = self.tell_lent
+        self.told = prefill.connector.lender.tickets.tell_lent
+        prefill.connector.lender.tickets.tell_lent = self.tell_lent
 
     def send(self, name, prompt, max_tokens):
         self.live[name] = (prompt, max_tokens)
-        transfer = Transfer.begin("127.0.0.1:1", KEY)
+        transfer = TransferId.begin("127.0.0.1:1", KEY)
         self.prefill.add_request(
             name,
             prompt,
@@ -51,7 +53,7 @@ class EarlyPair(Pair):
                 name,
                 [*prompt, *first],
                 SamplingParams(max_tokens=max_tokens - 1, seed_offset=1),
-                kv_transfer_params=self.prefill.connector._lender._params(ticket),
+                kv_transfer_params=self.prefill.connector.lender.tickets.params(ticket),
             )
         return self.told(ticket)
 
@@ -61,7 +63,7 @@ class EarlyPair(Pair):
 
     def step(self):
         super().step()
-        loads = self.decode.connector._loads.values()
+        loads = self.decode.connector.borrower.loads.values()
         self.early += any(load.is_early for load in loads)
 
     def check_end(self, output):
@@ -83,7 +85,7 @@ class EarlyPair(Pair):
 def test_random_lives_end_with_the_right_tokens_and_every_block_free(seed, early_load, windows):
     rng = random.Random(seed)
     policy = rng.choice(["fail", "recompute"])
-    shapes = [
+    shapes: list[dict[str, Any]] = [
         {
             "num_blocks": rng.randint(30, 60) * max(map(len, windows)),
             "block_size": rng.choice(sizes),
@@ -91,10 +93,13 @@ def test_random_lives_end_with_the_right_tokens_and_every_block_free(seed, early
         }
         for sizes in ((3, 4, 8), (2, 4, 5))
     ]
-    waiting = [
-        (f"q{i}", [(7 * j + i % 3) % VOCAB for j in range(rng.randint(1, 60))], rng.randint(2, 8))
-        for i in range(20)
-    ]
+
+    def drawn(i: int) -> tuple[str, list[int], int]:
+        prompt = [(7 * j + i % 3) % VOCAB for j in range(rng.randint(1, 60))]
+        return f"q{i}", prompt, rng.randint(2, 8)
+
+    numbers = itertools.count()
+    waiting = [drawn(next(numbers)) for _ in range(20)]
     shapes[0]["max_num_batched_tokens"] = 8
     shapes[1]["extra"] = {"early_load": early_load}
     with (
@@ -103,8 +108,11 @@ def test_random_lives_end_with_the_right_tokens_and_every_block_free(seed, early
     ):
         pair = EarlyPair(p, d, rng)
         deadline = time.monotonic() + WAIT_S
-        while waiting or pair.is_busy:
-            assert time.monotonic() < deadline, (p.stats(), d.stats(), pair.live)
+        while waiting or pair.is_busy or not (pair.early or early_load == "late"):
+            assert time.monotonic() < deadline, (p.stats(), d.stats(), pair.live, pair.early)
+            if not waiting and not pair.is_busy:
+                # On a busy machine, every ask may come after its prompt was computed.
+                waiting = [drawn(next(numbers))]
             if waiting and rng.random() < 0.3:
                 pair.send(*waiting.pop())
             if pair.live and rng.random() < 0.02:
@@ -115,4 +123,3 @@ def test_random_lives_end_with_the_right_tokens_and_every_block_free(seed, early
             assert stats.free_blocks == stats.usable_blocks
         assert pair.reasons.count("length") >= 8
         assert pair.loaded_tokens > 0
-        assert pair.early > 0 or early_load == "late"

@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -205,7 +206,7 @@ def test_a_rank_that_dies_while_idle_is_noticed(simulated, loop, failures):
 
 
 def test_an_unforeseen_exception_ends_the_engine_like_a_dead_rank(simulated, loop, failures):
-    simulated[1].execute = lambda output: {}["no such key"]
+    simulated[1].execute = lambda output: dict[str, Any]()["no such key"]
     done = submit(loop, "r", [1, 2, 3]).wait()
     assert (done.finish_reason, done.error_type) == ("error", "EngineError")
     assert "KeyError: 'no such key'" in done.error
@@ -298,7 +299,8 @@ def test_a_process_that_did_not_run_gives_nothing_up(simulated, frozen, monkeypa
     with EngineLoop.open(simulated[0]) as loop:
         listener = submit(loop, "a", [1, 2])
         eventually(lambda: loop.step_state().age_s)
-        loop._step_started -= 200
+        aged: Any = loop
+        aged._step_started -= 200
         assert loop.step_state().is_stuck
         time.sleep(0.3)
         assert not listener.calls
@@ -321,7 +323,40 @@ def test_an_engine_that_drained_takes_requests_again(loop):
     with pytest.raises(DrainingError):
         submit(loop, "refused", [1, 2])
     loop.resume().result(WAIT_S)
-    assert loop.drain_state is None
+    assert loop.admission.drain_state is None
     assert submit(loop, "taken", [1, 2]).wait().finish_reason == "length"
-    assert loop.drain_state is None
+    assert loop.admission.drain_state is None
     loop.resume().result(WAIT_S)  # once more is no harm
+
+
+def test_a_paused_engine_ends_what_it_has_and_holds_the_rest_back(loop):
+    begun = submit(loop, "begun", [1, 2])
+    paused = loop.pause()
+    late = submit(loop, "late", [1, 2])
+    assert paused.result(WAIT_S).is_over
+    assert begun.wait().finish_reason == "length"
+    assert loop.admission.is_paused
+    assert not late.calls
+    assert loop.pause().result(WAIT_S).is_over, "an engine without work is paused at once"
+    loop.resume().result(WAIT_S)
+    assert late.wait().finish_reason == "length"
+    assert not loop.admission.is_paused
+
+
+def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted(loop):
+    loop.pause().result(WAIT_S)
+    gone, kept = submit(loop, "gone", [1, 2]), submit(loop, "kept", [1, 2])
+    loop.abort("gone")
+    assert gone.wait().finish_reason == "abort"
+    assert not kept.calls
+    loop.resume().result(WAIT_S)
+    assert kept.wait().finish_reason == "length"
+
+
+def test_the_end_of_a_paused_engine_answers_those_that_wait(simulated):
+    with EngineLoop.open(simulated[0]) as loop:
+        loop.pause().result(WAIT_S)
+        held = submit(loop, "held", [1, 2])
+    assert held.wait().finish_reason == "error"
+    with pytest.raises(EngineError, match="closed"):
+        loop.pause()

@@ -32,6 +32,7 @@ def reference(tiny_folder, worker_spec):
                 output_index=index + sampling.seed_offset,
             )
             (output,) = executor.execute(SchedulerOutput(requests=[part]))
+            assert output is not None
             known = [*known, output.sampled["r"]]
         return known[len(prompt) :]
 

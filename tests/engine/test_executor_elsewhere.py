@@ -2,15 +2,16 @@
 
 import queue
 import time
+from typing import Any
 
 import pytest
 
-from kvferry.cluster.messages import Bound, RankSettings
-from kvferry.cluster.process import ChildProcess
 from kvferry.config import KVTransferConfig
 from kvferry.engine.executor import Executor
 from kvferry.engine.messages import RanksElsewhere, Start
 from kvferry.errors import ModelError, WorkerDiedError
+from kvferry.serving.messages import Bound, RankSettings
+from kvferry.serving.process import ChildProcess
 from tests.engine.test_executor_process import LENGTHS, step
 
 pytestmark = pytest.mark.processes
@@ -21,10 +22,10 @@ KEY = "a key of one start"
 @pytest.fixture
 def start_rank(tmp_path):
     """Starts a rank that waits for its engine; returns its process and its address."""
-    started = []
+    started: list[Any] = []
 
     def start(folder, key=KEY):
-        news = queue.Queue()
+        news: queue.Queue[Any] = queue.Queue()
         settings = RankSettings(host="127.0.0.1", key=key, model_folder=str(folder))
         log = tmp_path / f"rank-{len(started)}.log"
         process = ChildProcess.start("rank", "rank", settings, log, news)
@@ -105,9 +106,10 @@ def test_a_rank_on_another_host_gives_out_that_hosts_address(tiny_folder, worker
         },
     )
     spec = worker_spec(tiny_folder(), connector=transfer)
-    start = Start(spec=spec, rank=1, init_method="", log_level=0).on("10.0.0.2", "/there")
+    start = Start(spec=spec, rank=1, meeting="", log_level=0).on("10.0.0.2", "/there")
     assert start.host == "10.0.0.2"
     assert start.spec.model_folder == "/there"
+    assert start.spec.kv_transfer_config is not None
     assert start.spec.kv_transfer_config.kv_connector_extra_config == {
         "host": "10.0.0.2",
         "transport": "tcp",

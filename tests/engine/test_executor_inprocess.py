@@ -1,6 +1,7 @@
 """What an executor promises, on threads: the connector's calls, failures, and the end."""
 
 import threading
+from typing import Any
 
 import msgspec
 import pytest
@@ -125,7 +126,8 @@ def test_a_silent_rank_is_named_and_blamed(tiny_folder, worker_spec, monkeypatch
             seen.append(until(executor.waiting_for))
             silence.wait(60)
 
-        monkeypatch.setattr(executor.ranks[1].worker, "execute", hang)
+        rank: Any = executor.ranks[1]
+        monkeypatch.setattr(rank.worker, "execute", hang)
         try:
             with pytest.raises(WorkerDiedError, match=r"rank 1 of engine .* did not answer for"):
                 executor.execute(SchedulerOutput(requests=[request()]))

@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from kvferry.engine import executor as executors
 from kvferry.engine.executor import Executor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput
 from kvferry.errors import ConfigError, ModelError, WorkerDiedError
+from tests.load import stop
 
 pytestmark = pytest.mark.processes
 
@@ -105,11 +107,11 @@ def test_a_rank_is_named_in_ps_and_reported_with_the_signal_that_killed_it(
         assert [rank for rank, _, _ in told] == [0, 1]
         lines = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in pids_of(executor)]
         assert [line[4:6] for line in lines] == [["tested", "rank0"], ["tested", "rank1"]]
-        outputs = executor.execute(step(tell="x"))
+        outputs: list[Any] = list(executor.execute(step(tell="x")))
         events = outputs[1].kv_connector_output.kv_cache_events
         assert events[:3] == ["allocate", "register_kv_caches", "start_load_kv x"]
         assert outputs[1].sampled
-        outputs = executor.execute(step(tokens=0, kill_rank=1))
+        outputs = list(executor.execute(step(tokens=0, kill_rank=1)))
         assert outputs[1] is None
         assert outputs[0] is not None
         failure = str(executor.failures[1])
@@ -171,7 +173,7 @@ def test_a_stopped_rank_is_named_while_the_step_waits_and_blamed_at_its_end(
     with Executor(worker_spec(tiny_folder(), tp=2, step_timeout_s=5.0)) as executor:
         executor.execute(step())
         assert executor.waiting_for() == ()
-        os.kill(pids_of(executor)[1], signal.SIGSTOP)
+        stop(pids_of(executor)[1])
         failures = []
 
         def execute():

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from kvferry.config import KVTransferConfig
+from kvferry.connectors.pull.scheduler import PullScheduler
+from kvferry.control.leases import LeaseTable
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.errors import RequestError
@@ -107,6 +109,12 @@ def lent(engine: Engine, ids: list[int]) -> dict[str, Any]:
     assert answer.timings.prefill_started is None
     assert answer.kv_transfer_params is not None
     return answer.kv_transfer_params
+
+
+def leases_of(engine: Engine) -> LeaseTable:
+    """The leases of what an engine lends."""
+    assert isinstance(engine.connector, PullScheduler)
+    return engine.connector.lender.leases
 
 
 def settled(*engines: Engine) -> None:
@@ -229,8 +237,7 @@ def test_a_prefix_that_is_being_fetched_is_not_withdrawn(opened: Callable[..., E
     asked(lender, prompt(40))
     params = lent(lender, prompt(41))
     borrower.add_request("b", prompt(41), SamplingParams(max_tokens=3), kv_transfer_params=params)
-    leases = lender.connector._lender.leases  # type: ignore[union-attr]
-    until(lambda: any(lease.target for lease in leases.snapshot()))
+    until(lambda: any(lease.target for lease in leases_of(lender).snapshot()))
     lender.add_request("own", prompt(60, 3), SamplingParams(max_tokens=1))
     for _ in range(5):
         lender.step()
@@ -289,6 +296,7 @@ def test_a_shared_prefix_is_fetched_by_many_and_withdrawn_when_the_lender_needs_
         answer = asked(borrower, ids + tail, lender, max_tokens=4, **params)
         assert answer.token_ids == reference_tokens(ids + tail, 4, VOCAB)
     assert lender.stats().scheduler.lent == 1
+    until(lambda: leases_of(lender).num_open == 1)  # unused claims are given back
     assert asked(lender, prompt(60, 7), max_tokens=8).finish_reason == "length"
     assert lender.stats().connector["prefixes_withdrawn"] == 1
     settled(lender, *borrowers)
@@ -352,7 +360,8 @@ def test_conversations_go_from_engine_to_engine(
         assert params is not None
         if rng.random() < 0.1:
             params = {}  # nobody comes for it
-        computed = asked(first, history, *engines, **(params | {"do_remote_decode": True}))
+        lends: dict[str, Any] = params | {"do_remote_decode": True}
+        computed = asked(first, history, *engines, **lends)
         borrowed += computed.num_external_tokens
         assert computed.token_ids == reference_tokens(history, 1, VOCAB)
         history += computed.token_ids
@@ -366,5 +375,5 @@ def test_conversations_go_from_engine_to_engine(
             del history[20:]
     assert borrowed > 0
     for engine in engines:
-        engine.connector.revoke_leases()  # type: ignore[union-attr]
+        leases_of(engine).revoke_all()
     settled(*engines)

@@ -1,6 +1,7 @@
 """Configs of every kind: what is read, what is refused, and the KV cache that follows."""
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -190,7 +191,7 @@ def test_geometries_follow_the_groups_and_the_models_stages():
 @pytest.mark.parametrize("pp", [1, 3])
 def test_one_group_of_all_layers_is_the_plain_geometry(values, heads, size, pp):
     config = parse_config(values, "here")
-    shape = {"layout": "NHD", "parallel": ParallelShape(tp=2, pp=pp)}
+    shape: dict[str, Any] = {"layout": "NHD", "parallel": ParallelShape(tp=2, pp=pp)}
     specs = config.cache_shape.kv_cache_specs(16, "float32")
     (whole,) = config.cache_shape.geometries(group_layers(specs, hybrid=False), **shape)
     assert whole == EngineGeometry(

@@ -1,5 +1,7 @@
 """Models with windows and latents under the real scheduler: hits, preemption and freed blocks."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from kvferry.engine.weights import load_model_config
 from kvferry.engine.weights_folder import TinyLatent
 
 GREEDY = SamplingParams(max_tokens=24)
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "hybrid": {"num_layers": 5, "sliding_window": 6},
     "sparse": {"num_layers": 5, "sliding_window": 9, "full_attention_every": 4},
     "windows alone": {"num_layers": 3, "sliding_window": 6, "full_attention_every": 0},
@@ -35,8 +37,9 @@ def open_engine(tiny_folder, worker_spec):
             hybrid=len(spec.geometries) > 1,
         )
         executor = Executor(spec, in_process=True)
-        for rank in range(executor.world_size):
-            for tensor in executor.ranks[rank].worker.cache.tensors.values():
+        ranks: list[Any] = list(executor.ranks)
+        for rank in ranks:
+            for tensor in rank.worker.cache.tensors.values():
                 tensor.fill_(torch.nan)
         config = KVCacheConfig(spec.num_blocks, (), groups)
         opened.append(Engine(SchedulerOptions(**options), config, executor))

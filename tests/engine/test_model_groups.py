@@ -3,6 +3,7 @@
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ class Ranks:
                 DecoderModel(folder, config, groups, local.communicator(rank), dtype)
             )
         self.free = deque(range(1, num_blocks))
-        self.most_held = [0] * len(groups)
+        self.most_held: list[Any] = [0] * len(groups)
 
     def forget(self, group, block):
         for cache in self.caches:
@@ -250,7 +251,7 @@ def test_a_block_that_was_freed_too_early_is_named(open_ranks, prompts):
 
 
 def group_of(config, layers, **values):
-    defaults = {
+    defaults: dict[str, Any] = {
         "num_kv_heads": 3,
         "head_size": 16,
         "dtype": "float32",

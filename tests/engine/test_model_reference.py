@@ -87,7 +87,9 @@ def our_logits(worker_spec):
                 )
                 windows = model.config.cache_shape.layer_windows
                 batch = build_batch([request], groups, torch.float64, windows)
-                rows.append(model.forward(batch, worker.cache)[0])
+                logits = model.forward(batch, worker.cache)
+                assert logits is not None
+                rows.append(logits[0])
         return torch.stack(rows)
 
     return compute

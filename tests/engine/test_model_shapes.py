@@ -1,5 +1,7 @@
 """Tokens do not depend on how the model is cut, batched, chunked or laid out in memory."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -59,7 +61,8 @@ def test_ranks_without_a_query_head_change_nothing(
     assert (0 in counts) == (tp > 2)
     with Executor(spec, in_process=True) as executor:
         found = generate(executor, prompts(*LENGTHS))
-        replicas = [executor.ranks[rank].worker.cache.layer(3) for rank in range(tp)]
+        ranks: list[Any] = list(executor.ranks)
+        replicas = [rank.worker.cache.layer(3) for rank in ranks]
         for keys, values in replicas[1:]:
             assert torch.equal(keys, replicas[0][0])
             assert torch.equal(values, replicas[0][1])
@@ -108,7 +111,8 @@ def test_chunks_change_nothing(chunk, tiny_folder, worker_spec, generate, prompt
 def test_stale_memory_changes_nothing(tiny_folder, worker_spec, generate, prompts, undivided):
     """Blocks that others used hold anything, NaN included."""
     with Executor(worker_spec(tiny_folder(num_layers=5)), in_process=True) as executor:
-        for tensor in executor.ranks[0].worker.cache.tensors.values():
+        rank: Any = executor.ranks[0]
+        for tensor in rank.worker.cache.tensors.values():
             tensor.fill_(float("nan"))
         assert_same(generate(executor, prompts(*LENGTHS), chunk=9), undivided())
 

@@ -1,5 +1,7 @@
 """What is computed when: budget, chunks, seats, prefix hits, preemption, stops."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,7 +85,7 @@ def test_requests_are_admitted_in_the_order_of_arrival():
     for name in "abcd":
         engine.add_request(name, prompt(5, ord(name)), SamplingParams(max_tokens=3))
     drain(engine)
-    first_step = {}
+    first_step: dict[str, int] = {}
     for number, step in enumerate(executor.steps):
         for part in step.requests:
             first_step.setdefault(part.request_id, number)
@@ -131,7 +133,7 @@ def test_steps_say_which_blocks_are_new_and_who_was_preempted():
     for name in "abc":
         engine.add_request(name, prompt(8, ord(name)), SamplingParams(max_tokens=16))
     drain(engine)
-    known = {}
+    known: dict[str, Any] = {}
     resumed = 0
     for step in executor.steps:
         for name in step.preempted_req_ids:
@@ -241,7 +243,7 @@ def test_an_empty_prompt_is_the_callers_error():
 @pytest.mark.parametrize("field", ["max_model_len", "max_num_batched_tokens", "max_num_seqs"])
 def test_limits_below_one_are_refused(field):
     with pytest.raises(ValueError, match=field):
-        SchedulerOptions(**{field: 0})
+        SchedulerOptions(**dict[str, Any]({field: 0}))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
@@ -280,7 +282,7 @@ def test_a_preempted_request_can_be_aborted():
 def test_timings_are_in_order():
     engine, _, _ = open_simulated(SchedulerOptions(max_num_batched_tokens=8))
     (done,) = engine.generate([prompt(30)], SamplingParams(max_tokens=4))
-    t = done.timings
+    t: Any = done.timings
     stamps = [t.arrival, t.scheduled, t.prefill_started, t.prefill_finished, t.first_token]
     stamps.append(t.finished)
     assert stamps == sorted(stamps)

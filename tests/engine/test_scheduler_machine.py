@@ -4,6 +4,7 @@ Whatever happens: every token is the model's, every block is accounted for, ever
 """
 
 import dataclasses
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from tests.engine.toy_cache import reference_tokens
 BLOCK_SIZE = 4
 EOS = 5
 
-plain = st.just({})
+plain: st.SearchStrategy[dict[str, Any]] = st.just({})
 loads = st.fixed_dictionaries(
     {"external": st.integers(4, 30), "load_steps": st.integers(1, 12)},
     optional={
@@ -84,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             windows=windows,
             scripted=True,
         )
-        self.scheduler = self.engine._scheduler
+        self.scheduler = self.engine.scheduler
         self.sent = {}
 
     @rule(
@@ -158,10 +159,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.add(9, salt, 3, {})
         self.steps(2)
 
-    @precondition(lambda self: self.scheduler._transfers.loading)
+    @precondition(lambda self: self.scheduler.transfers.loading)
     @rule(data=st.data())
     def abort_a_load(self, data):
-        name = data.draw(st.sampled_from([r.request_id for r in self.scheduler._transfers.loading]))
+        name = data.draw(st.sampled_from([r.request_id for r in self.scheduler.transfers.loading]))
         assert self.engine.abort(name)
         self.sent[name].aborted = True
 
@@ -169,7 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         name = data.draw(st.sampled_from([*self.sent, "nobody"]))
-        live = name in self.scheduler._requests
+        live = name in self.scheduler.requests
         assert self.engine.abort(name) == live
         if live:
             self.sent[name].aborted = True
@@ -178,10 +179,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def every_block_is_accounted_for(self):
         if not hasattr(self, "engine"):
             return
-        transfers, manager = self.scheduler._transfers, self.scheduler.manager
+        transfers, manager = self.scheduler.transfers, self.scheduler.manager
         tables = {
             name: manager.get_block_ids(name)
-            for name in [*self.scheduler._requests, *transfers._held]
+            for name in [*self.scheduler.requests, *transfers.held]
         }
         used = {block for table in tables.values() for ids in table for block in ids} - {0}
         assert self.engine.stats().scheduler.free_blocks == self.num_blocks - 1 - len(used)
@@ -213,16 +214,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         places = [
-            *scheduler._waiting,
-            *scheduler._ready,
-            *scheduler._running,
-            *scheduler._transfers.loading,
+            *scheduler.waiting,
+            *scheduler.ready,
+            *scheduler.running,
+            *scheduler.transfers.loading,
         ]
-        assert sorted(r.request_id for r in places) == sorted(scheduler._requests)
-        for queue in (scheduler._waiting, scheduler._ready, scheduler._running):
+        assert sorted(r.request_id for r in places) == sorted(scheduler.requests)
+        for queue in (scheduler.waiting, scheduler.ready, scheduler.running):
             assert [r.sequence for r in queue] == sorted(r.sequence for r in queue)
-        assert all(r.status is RequestStatus.RUNNING for r in scheduler._running)
-        assert not any(r.allocated_tokens for r in scheduler._waiting)
+        assert all(r.status is RequestStatus.RUNNING for r in scheduler.running)
+        assert not any(r.allocated_tokens for r in scheduler.waiting)
 
     def teardown(self):
         if not hasattr(self, "engine"):

@@ -1,6 +1,7 @@
 """Loads from outside and blocks lent to the outside, with every way in which they can go wrong."""
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_a_request_that_asks_later_does_not_hold_up_those_behind_it():
     add(engine, "passes", prompt(9, 2), external=9, load_steps=1)
     add(engine, "computes", prompt(9, 3))
     tokens, _ = drain(engine)
-    first = {}
+    first: dict[str, Any] = {}
     for number, step in enumerate(executor.steps):
         for part in step.requests:
             first.setdefault(part.request_id, number)
@@ -325,7 +326,7 @@ def test_blocks_of_a_load_that_was_aborted_stay_until_its_last_byte_has_landed()
 def test_a_request_can_be_aborted_before_during_and_after_its_load(after, world_size):
     engine, _, connector = opened(world_size=world_size)
     add(engine, "r", prompt(18), external=18, ask_later=2, load_steps=3, max_tokens=20)
-    outputs = []
+    outputs: list[Any] = []
     for _ in range(after):
         outputs += engine.step()
     assert engine.abort("r")
@@ -367,7 +368,7 @@ def test_an_id_stays_taken_while_its_blocks_are_lent():
 def test_lent_blocks_stay_until_nobody_reads_them_and_the_engine_keeps_stepping():
     engine, executor, _ = opened()
     add(engine, "r", prompt(9), max_tokens=1, lend_steps=7)
-    outputs = []
+    outputs: list[Any] = []
     while not outputs:
         outputs = engine.step()
     assert outputs[0].kv_transfer_params == {"lent_blocks": 3}
@@ -496,7 +497,7 @@ def test_records_are_given_once():
 def test_load_times_lie_between_scheduling_and_the_first_token():
     engine, _, _ = opened()
     add(engine, "r", prompt(9), external=9, load_steps=3)
-    t = drain(engine)[1]["r"].timings
+    t: Any = drain(engine)[1]["r"].timings
     stamps = [t.arrival, t.scheduled, t.load_started, t.load_finished, t.prefill_started]
     assert stamps == sorted(stamps)
     assert t.prefill_started <= t.first_token <= t.finished
@@ -585,7 +586,7 @@ def test_parts_that_cannot_be_joined_are_closed():
             raise ConfigError("these ranks are not mine")
 
     connector = Refusing()
-    executor = SimulatedExecutor(8, 4, workers=[ScriptedWorker()], metadata=ScriptedMetadata)
+    executor: Any = SimulatedExecutor(8, 4, workers=[ScriptedWorker()], metadata=ScriptedMetadata)
     with pytest.raises(ConfigError, match="not mine"):
         Engine(SchedulerOptions(), toy_cache_config(8, 4), executor, connector)
     assert connector.closed

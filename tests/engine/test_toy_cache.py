@@ -36,6 +36,7 @@ def written(table=TABLE, tokens=TOKENS, first=0):
 
 def test_a_window_is_read_from_a_table_with_null_blocks():
     window = read_window(written(WINDOW_TABLE), WINDOW_TABLE, FIRST, len(TOKENS))
+    assert window is not None
     assert list(window.token_ids) == TOKENS[FIRST:]
     assert list(window.hashes) == prefix_states(TOKENS)[FIRST:]
     assert window.state == state_of(TOKENS)
@@ -88,6 +89,7 @@ def test_groups_agree_only_on_one_sequence(tokens):
     full, windowed = written(), written(WINDOW_TABLE, tokens)
     read = read_groups([windowed, full], [WINDOW_TABLE, TABLE], [FIRST, 0], len(TOKENS))
     if tokens is TOKENS:
+        assert read is not None
         assert list(read.token_ids) == TOKENS
     else:
         assert read is None
@@ -96,6 +98,7 @@ def test_groups_agree_only_on_one_sequence(tokens):
 def test_a_group_that_needs_nothing_any_more_does_not_count():
     caches = [written(), empty_cache()]
     read = read_groups(caches, [TABLE, [0] * 5], [0, len(TOKENS)], len(TOKENS))
+    assert read is not None
     assert list(read.token_ids) == TOKENS
 
 

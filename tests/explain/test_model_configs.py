@@ -7,6 +7,7 @@ None of the figures is from the reader that is tested.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -51,7 +52,7 @@ def cache_text(cache):
 
 def caches_of(shape):
     """What is kept → the layers that keep it."""
-    found = {}
+    found: dict[Any, Any] = {}
     for layer, cache in enumerate(shape.layers):
         if cache is not None:
             found.setdefault(cache_text(cache), []).append(layer)

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +16,28 @@ from kvferry.layouts import TILE_DTYPE, blank_runs
 # Triton reads it when kernels are defined, so it is set before anything imports them.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+OWN_PROCESS = "KVFERRY_TEST_OWN_PROCESS"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Runs a test that is marked ``own_process`` in one, where a GPU is: a kernel that reaches for
+    a wrong address ends the CUDA context, and with it every test that follows."""
+    marked = pyfuncitem.get_closest_marker("own_process") is not None
+    if not (marked and torch.cuda.is_available()) or OWN_PROCESS in os.environ:
+        return None
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "", pyfuncitem.nodeid],
+        cwd=pyfuncitem.config.rootpath,
+        env={**os.environ, OWN_PROCESS: "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert "1 passed" in result.stdout, result.stdout + result.stderr
+    return True
 
 
 @pytest.fixture(params=["numba", "torch", "triton"])

@@ -1,12 +1,14 @@
 """copy_kv_blocks between caches in host memory; with a GPU see test_gpu.py."""
 
+import contextlib
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from kvferry.errors import BlockIdError
+from kvferry.errors import BlockIdError, HostError
 from kvferry.layouts import block_copies, copy_kv_blocks, device, staging
 from kvferry.layouts.arrays import view_of
 from kvferry.layouts.device import HostLane
@@ -111,26 +113,34 @@ def test_the_lane_of_a_device_is_right_with_the_host_in_its_place(
     wanted = {name: cache.clone() for name, cache in target.items()}
     copy_kv_blocks(source, wanted, [6, 0, 3], [1, 4, 0], "d2h")
     views = [(view_of(source[name]), view_of(target[name]), dim) for name in source]
-    ends = [[view[side].address for view in views] for side in (0, 1)]
-    monkeypatch.setattr(device, "stage", lambda *tables: staging.stage(*tables, chunk_bytes))
+    sources, targets = [one.address for one, *_ in views], [one.address for _, one, _ in views]
+    monkeypatch.setattr(
+        device, "stage", lambda tiles, runs: staging.stage(tiles, runs, chunk_bytes)
+    )
     with HostCopyStream() as stream:
         lane = HostLane(stream)
         for tiles, runs in block_copies._tables(views, [6, 0, 3], [1, 4, 0]):
-            lane.copy(*ends, tiles, runs, to_device=to_device)
+            lane.copy(sources, targets, tiles, runs, to_device=to_device)
     for name, cache in wanted.items():
         assert torch.equal(target[name], cache)
 
 
-def test_a_lane_waits_for_what_the_engine_has_asked_of_the_device():
-    source, target = np.arange(6.0).reshape(3, 2), np.zeros((3, 2))
+def rows(size=2):
+    """Three blocks of so many numbers, a target, and the tables that copy two blocks to it."""
+    source, target = np.arange(3.0 * size).reshape(3, size), np.zeros((3, size))
     views = [(view_of(source), view_of(target), 0)]
-    ((tiles, runs),) = block_copies._tables(views, [1, 2], [2, 0])
+    (tables,) = block_copies._tables(views, [1, 2], [2, 0])
+    return source, target, ([source.ctypes.data], [target.ctypes.data], *tables)
+
+
+def test_a_lane_waits_for_what_the_engine_has_asked_of_the_device():
+    source, target, arguments = rows()
     with HostCopyStream() as stream:
         stream.engine.reached.clear()
         lane = HostLane(stream)
         call = threading.Thread(
             target=lane.copy,
-            args=([source.ctypes.data], [target.ctypes.data], tiles, runs),
+            args=arguments,
             kwargs={"to_device": True},
         )
         call.start()
@@ -140,3 +150,72 @@ def test_a_lane_waits_for_what_the_engine_has_asked_of_the_device():
         stream.engine.reached.set()
         call.join()
     np.testing.assert_array_equal(target, source[[2, 0, 1]] * [[1], [0], [1]])
+
+
+class Refusing(HostCopyStream):
+    """Refuses the pinning of a buffer, or a copy, once."""
+
+    def __init__(self, *, pins=99, copies=99):
+        super().__init__()
+        self.pins, self.copies = pins, copies
+        """Number of calls before the one that is refused."""
+
+    def pin(self, memory):
+        self.pins -= 1
+        if self.pins == -1:
+            raise HostError("no memory can be pinned")
+        super().pin(memory)
+
+    def prepare(self, *arguments):
+        self.copies -= 1
+        if self.copies == -1:
+            raise HostError("no room for the tiles")
+        return super().prepare(*arguments)
+
+
+@pytest.mark.parametrize("pins", [0, 1, 2])
+def test_a_lane_has_pinned_all_memory_that_the_device_reads_whatever_was_refused(monkeypatch, pins):
+    monkeypatch.setattr(device, "WIRE_CHUNK_BYTES", 1)  # the buffers grow with the blocks
+    read: list[bool] = []
+    with Refusing(pins=pins) as stream:
+        lane = HostLane(stream)
+        monkeypatch.setattr(stream, "copy", partial(_noted, stream, read))
+        for size in (2, 4, 3, 4):
+            source, target, arguments = rows(size)
+            monkeypatch.setattr(device, "stage", partial(staging.stage, chunk_bytes=8 * size))
+            with contextlib.suppress(HostError):
+                lane.copy(*arguments, to_device=True)
+                np.testing.assert_array_equal(target[[2, 0]], source[[1, 2]])
+        assert stream.pins < 0
+    assert read
+    assert all(read)
+
+
+def _noted(stream, read, sources, *rest):
+    """A copy, noted as one out of pinned memory or another."""
+    read.append(sources[0] in stream.pinned)
+    return HostCopyStream.copy(stream, sources, *rest)
+
+
+def test_a_lane_that_could_not_go_on_leaves_no_copy_under_way(monkeypatch):
+    _, target, arguments = rows()
+    monkeypatch.setattr(device, "stage", partial(staging.stage, chunk_bytes=16))
+    refused: list[np.ndarray] = []
+    with Refusing(copies=1) as stream:
+        lane = HostLane(stream)
+
+        def copy():
+            with pytest.raises(HostError, match="no room for the tiles"):
+                lane.copy(*arguments, to_device=True)
+            refused.append(target.copy())
+
+        stream.pause()
+        call = threading.Thread(target=copy)
+        call.start()
+        call.join(0.05)
+        assert not refused  # the first chunk is under way
+        stream.resume()
+        call.join()
+        stream.record().wait()
+        np.testing.assert_array_equal(target, refused[0])
+        assert target.any()

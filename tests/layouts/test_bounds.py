@@ -12,6 +12,12 @@ PROPERTY = settings(max_examples=200, deadline=None, suppress_health_check=[Heal
 EXTREMES = [0, 1, -1, 2**31, 2**62, 2**63 - 1, -(2**63), -(2**62)]
 
 
+def names_of(dtype):
+    """The fields of the rows of a table."""
+    assert dtype.names is not None
+    return dtype.names
+
+
 def one(**changes):
     """A tile of 2 heads of 4 one-byte elements in blocks of 2 tokens, and a run of block 1."""
     tile = {
@@ -36,13 +42,19 @@ def one(**changes):
     for field, value in changes.items():
         (tile if field in tile else run)[field] = value
     return (
-        np.array([tuple(tile[name] for name in TILE_DTYPE.names)], dtype=TILE_DTYPE),
-        np.array([tuple(run[name] for name in RUN_DTYPE.names)], dtype=RUN_DTYPE),
+        np.array([tuple(tile[name] for name in names_of(TILE_DTYPE))], dtype=TILE_DTYPE),
+        np.array([tuple(run[name] for name in names_of(RUN_DTYPE))], dtype=RUN_DTYPE),
     )
 
 
+def check(source_bytes, target_bytes, **changes):
+    """The bounds of such a copy between regions of these sizes."""
+    tiles, runs = one(**changes)
+    check_bounds(tiles, runs, source_bytes, target_bytes)
+
+
 def test_a_copy_that_ends_with_its_region_is_accepted():
-    check_bounds(*one(), [32], [32])
+    check([32], [32])
 
 
 @pytest.mark.parametrize(
@@ -75,23 +87,23 @@ def test_a_copy_that_ends_with_its_region_is_accepted():
 )
 def test_a_copy_that_leaves_its_region_is_refused_with_both_values(changes, says):
     with pytest.raises(BoundsError, match=says):
-        check_bounds(*one(**changes), [32], [32])
+        check([32], [32], **changes)
 
 
 @pytest.mark.parametrize("stride", [2**62, -(2**63)])
 def test_a_stride_along_a_dim_of_one_cell_does_not_matter(stride):
-    check_bounds(*one(source_head_stride=stride, heads=1), [32], [32])
+    check([32], [32], source_head_stride=stride, heads=1)
     with pytest.raises(BoundsError, match="target region"):
-        check_bounds(*one(source_head_stride=stride, heads=1, target_offset=999), [32], [32])
+        check([32], [32], source_head_stride=stride, heads=1, target_offset=999)
 
 
 def test_a_side_without_sizes_is_its_owners_to_check():
-    check_bounds(*one(source_region=9), None, [32])
+    check(None, [32], source_region=9)
     with pytest.raises(BoundsError):
-        check_bounds(*one(source_region=9), [32], None)
-    check_bounds(*one(), None, None)
+        check([32], None, source_region=9)
+    check(None, None)
     with pytest.raises(BoundsError, match="heads is 0"):
-        check_bounds(*one(heads=0), None, None)
+        check(None, None, heads=0)
 
 
 def test_tables_of_other_dtypes_are_refused():
@@ -108,7 +120,7 @@ def test_refuses_exactly_what_would_leave_the_memory(copy_cases):
     def law(data):
         copies = copy_cases.draw(data)
         tile = data.draw(st.integers(0, len(copies.tiles) - 1))
-        field = data.draw(st.sampled_from([n for n in TILE_DTYPE.names if "region" not in n]))
+        field = data.draw(st.sampled_from([n for n in names_of(TILE_DTYPE) if "region" not in n]))
         copies.tiles[tile][field] += data.draw(st.integers(-8, 8))
         regions = [[region.nbytes for region in side] for side in (copies.sources, copies.targets)]
         wanted = all(
@@ -147,7 +159,7 @@ def inside(tile, run, side, sizes):
 @PROPERTY
 @given(st.data())
 def test_no_numbers_of_a_peer_wrap_around_the_check(data):
-    fields = [*TILE_DTYPE.names, *RUN_DTYPE.names]
+    fields = [*names_of(TILE_DTYPE), *names_of(RUN_DTYPE)]
     changes = {
         name: data.draw(st.one_of(st.sampled_from(EXTREMES), st.integers(-(2**63), 2**63 - 1)))
         for name in data.draw(st.lists(st.sampled_from(fields), min_size=1, max_size=4))

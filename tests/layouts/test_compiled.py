@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from kvferry.layouts import compiled
+
 INNER = """
 from kvferry.layouts.compiled import kernel
 
@@ -97,3 +99,13 @@ def test_kernels_of_an_image_are_found_although_files_have_other_times_there(
     other = tmp_path / "other"
     assert run(NUMBA_CACHE_DIR=str(other)) == ("", [["1", "1"]] * 2)
     assert not other.exists()
+
+
+def test_results_that_two_processes_save_at_once_are_not_exchanged(tmp_path, monkeypatch):
+    one, two = (compiled.KernelFiles(str(tmp_path), "kernel", "stamp") for _ in range(2))
+    monkeypatch.setattr(one, "_load_index", dict)  # it has looked before the other one saved
+    monkeypatch.setattr(one, "_save_index", lambda _: None)  # the other one's index is later
+    two.save("b", "code of b")
+    one.save("a", "code of a")
+    assert two.load("b") == "code of b"
+    assert two.load("a") is None

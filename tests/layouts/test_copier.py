@@ -2,6 +2,7 @@
 
 import threading
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -350,7 +351,13 @@ def test_tables_that_nobody_may_write_are_accepted():
 
 def test_warm_compiles_every_kernel():
     warm()
-    for kernel in (kernels.copy_now, kernels.list_segments, chunks.list_chunks, chunks.copy_chunks):
+    compiled: list[Any] = [
+        kernels.copy_now,
+        kernels.list_segments,
+        chunks.list_chunks,
+        chunks.copy_chunks,
+    ]
+    for kernel in compiled:
         assert len(kernel.signatures) == 1
 
 

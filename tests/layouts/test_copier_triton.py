@@ -1,9 +1,7 @@
 """The copier on a device: equal to the copier on the host, in one launch, whatever the strides."""
 
-import os
-import re
-import subprocess
-import sys
+import contextlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 from kvferry.layouts import TILE_DTYPE, blank_runs, num_bytes
 from kvferry.layouts.copier import copy_tiles
 from kvferry.topology import EngineGeometry, ParallelShape, plan_transfer
+from tests import kernel_reports
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,19 +49,31 @@ class OnDevice:
 
 
 def check(copier, tiles, runs, sources, targets):
-    """Copies on the device and on the host, and compares every byte."""
-    there = OnDevice(sources), OnDevice(targets)
+    """Copies on the device and on the host, and compares every byte.
+
+    Both as tiles of which nothing is known, and as those whose boxes may be short.
+    """
+    there = OnDevice(sources)
+    copied = [OnDevice(targets) for _ in range(3)]
     launches = copier.copy_tiles_device(
-        there[0].addresses, there[1].addresses, tiles, runs, device=DEVICE
+        there.addresses, copied[0].addresses, tiles, runs, device=DEVICE
     )
     assert launches == (1 if num_bytes(tiles, runs) else 0)
+    longest = int(runs["tokens"].max(initial=0))
+    table = torch.from_numpy(runs.view(np.int64).copy()).to(DEVICE)
+    for each, most_tokens in zip(copied[1:], (longest, longest + 3), strict=True):
+        if launches:
+            tiles_on_device(copier, tiles, most_tokens, there.addresses, each.addresses).copy(
+                table, len(runs), longest
+            )
     copy_tiles(
         [source.ctypes.data for source in sources],
         [target.ctypes.data for target in targets],
         tiles,
         runs,
     )
-    there[1].assert_equal(targets)
+    for each in copied:
+        each.assert_equal(targets)
 
 
 def test_it_copies_the_bytes_that_the_host_copies_and_no_others(copier, copy_cases):
@@ -136,19 +147,75 @@ def one_box(tokens, heads, elements, itemsize, source_strides, target_strides, l
 
 
 def test_a_box_larger_than_one_step_of_a_program_is_copied_whole(copier):
-    row = 40 * 16
-    tiles, runs = one_box(9, 5, 40, 16, (5 * row, row, 16), (row, 9 * row, 16))
-    assert len(runs) * 9 * 5 * 40 > 3 * copier.UNITS
+    row = 80 * 16
+    tiles, runs = one_box(9, 5, 80, 16, (5 * row, row, 16), (row, 9 * row, 16))
+    assert len(runs) * 9 * 5 * 80 > 3 * copier.UNITS
     source = np.random.default_rng(0).integers(0, 256, 9 * 5 * row, dtype=np.uint8)
     check(copier, tiles, runs, [source], [np.zeros_like(source)])
 
 
-@pytest.mark.parametrize("programs", [1, 1 << 14])
-def test_one_program_or_many_share_a_box(copier, programs, monkeypatch):
+@pytest.mark.parametrize(("programs", "steps"), [(1, 100), (1, 1), (1 << 14, 1)])
+def test_one_program_or_many_share_a_box(copier, programs, steps, monkeypatch):
     monkeypatch.setattr(copier, "_PROGRAMS", programs)
-    tiles, runs = one_box(3, 1, 4096, 1, (4096, 0, 1), (4096, 0, 1))
-    source = np.random.default_rng(1).integers(0, 256, 3 * 4096, dtype=np.uint8)
+    monkeypatch.setattr(copier, "STEPS", steps)
+    tiles, runs = one_box(9, 1, 4096, 1, (4096, 0, 1), (4096, 0, 1))
+    source = np.random.default_rng(1).integers(0, 256, 9 * 4096, dtype=np.uint8)
     check(copier, tiles, runs, [source], [np.zeros_like(source)])
+
+
+def tiles_on_device(copier, tiles, most_tokens, sources=(1 << 20,), targets=(1 << 21,)):
+    return copier.DeviceTiles.of(sources, targets, tiles, torch.device(DEVICE), most_tokens)
+
+
+@pytest.mark.parametrize(
+    ("heads", "most_tokens", "short"),
+    [(1, 16, True), (1, 0, False), (1, 17, False), (2, 8, True), (2, 16, False)],
+)
+def test_a_box_is_short_if_two_fill_a_program_and_its_longest_run_is_known(
+    copier, heads, most_tokens, short
+):
+    row = 128 * 2
+    strides = (heads * row, row, 2)
+    tiles, _ = one_box(16, heads, 128, 2, strides, strides)
+    assert bool(tiles_on_device(copier, tiles, most_tokens).short_shape) == short
+    other, _ = one_box(16, heads, 64, 2, strides, strides)
+    both = tiles_on_device(copier, np.concatenate([tiles, other]), most_tokens)
+    assert both.short_shape == ()  # of two shapes
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_short_boxes_of_many_tiles_and_runs_are_copied_right_and_nothing_behind_a_run(
+    copier, heads, monkeypatch
+):
+    used: list[Any] = []
+    kernel = copier.copy_short_boxes
+    monkeypatch.setattr(copier, "copy_short_boxes", Counted(kernel, used))
+    tokens, row = 5, 48
+    tiles, _ = one_box(tokens, heads, 24, 2, (heads * row, row, 2), (row, tokens * row, 2))
+    tiles = np.repeat(tiles, 7)
+    block = tokens * heads * row
+    for side in ("source", "target"):
+        tiles[f"{side}_block_stride"] = block
+        tiles[f"{side}_offset"] = np.arange(7) * 12 * block
+    runs = blank_runs(12)
+    rng = np.random.default_rng(6)
+    runs["source_block"], runs["target_block"] = rng.permutation(12), rng.permutation(12)
+    runs["tokens"] = [5, 1, 5, 5, 4, 3, 5, 2, 1, 5, 5, 5]
+    runs["source_token"] = 5 - runs["tokens"]
+    source = rng.integers(0, 256, 7 * 12 * block, dtype=np.uint8)
+    check(copier, tiles, runs, [source], [np.zeros_like(source)])
+    assert len(used) == 2
+
+
+class Counted:
+    """A kernel whose launches are counted."""
+
+    def __init__(self, kernel, launches):
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid):
+        self._launches.append(grid)
+        return self._kernel[grid]
 
 
 def test_interleaved_tokens_are_copied_from_step_to_step(copier):
@@ -158,6 +225,15 @@ def test_interleaved_tokens_are_copied_from_step_to_step(copier):
     runs["source_token"], runs["target_token"] = [1, 0], [0, 14]
     source = np.random.default_rng(5).integers(0, 256, 600, dtype=np.uint8)
     check(copier, tiles, runs, [source], [np.zeros_like(source)])
+
+
+def boxes_of(copier, source, target, tiles):
+    """The rows that the kernels read, and what is said of the largest is checked."""
+    boxes = np.empty(len(tiles), dtype=copier.BOX_DTYPE)
+    units = copier.write_boxes([source], [target], tiles, boxes.view(np.int64))
+    extents = np.maximum(boxes["dims"]["extent"], 1)
+    assert units == (boxes["segment_units"] * extents.prod(axis=1)).max()
+    return boxes
 
 
 @pytest.mark.parametrize(
@@ -177,7 +253,7 @@ def test_interleaved_tokens_are_copied_from_step_to_step(copier):
 )
 def test_a_unit_is_as_wide_as_the_tile_is_aligned(copier, box, unit, segment, extents):
     tiles, _ = one_box(*box)
-    (row,) = copier.device_boxes([1 << 20], [1 << 21], tiles)
+    (row,) = boxes_of(copier, 1 << 20, 1 << 21, tiles)
     assert row["unit_bytes"] == unit
     assert row["segment_units"] * unit == segment
     assert row["dims"]["extent"].tolist() == extents
@@ -186,8 +262,8 @@ def test_a_unit_is_as_wide_as_the_tile_is_aligned(copier, box, unit, segment, ex
 @pytest.mark.parametrize("lead", [1, 2, 4, 8, 16])
 def test_addresses_that_are_not_aligned_are_moved_in_shorter_units(copier, lead):
     tiles, _ = one_box(4, 2, 64, 2, (256, 128, 2), (256, 128, 2), lead=lead)
-    assert copier.device_boxes([0], [0], tiles)["unit_bytes"][0] == lead
-    assert copier.device_boxes([lead], [0], tiles)["unit_bytes"][0] == lead
+    assert boxes_of(copier, 0, 0, tiles)["unit_bytes"][0] == lead
+    assert boxes_of(copier, lead, 0, tiles)["unit_bytes"][0] == lead
 
 
 def test_tiles_of_several_widths_are_one_launch(copier):
@@ -196,14 +272,29 @@ def test_tiles_of_several_widths_are_one_launch(copier):
     narrow["source_offset"] = narrow["target_offset"] = 1024
     tiles = np.concatenate([wide, narrow])
     source = np.random.default_rng(2).integers(0, 256, 1100, dtype=np.uint8)
-    assert set(copier.device_boxes([0], [0], tiles)["unit_bytes"]) == {16, 4}
+    assert set(boxes_of(copier, 0, 0, tiles)["unit_bytes"]) == {16, 4}
     check(copier, tiles, runs, [source], [np.zeros_like(source)])
 
 
 def test_boxes_too_large_to_count_are_refused(copier):
-    tiles, runs = one_box(1 << 31, 1, 1, 1, (1, 1, 1), (1, 1, 1), lead=1)
-    with pytest.raises(ValueError, match="2147483648 units in one tile"):
+    tiles, runs = one_box(1 << 30, 1, 1, 1, (1, 1, 1), (1, 1, 1), lead=1)
+    with pytest.raises(ValueError, match="1073741824 units in one tile"):
         copier.copy_tiles_device([0], [0], tiles, runs, device=DEVICE)
+
+
+@pytest.mark.parametrize("units", [1, 1 << 20, 300 << 20, (1 << 30) - 1])
+def test_a_box_of_any_size_is_a_launch_that_cuda_takes_and_numbers_of_32_bits(copier, units):
+    grids: list[Any] = []
+    compiled = {False: Counted({}, grids)}
+    tiles = copier.DeviceTiles(torch.zeros(1), 1, units, compiled=compiled)
+    with contextlib.suppress(KeyError):  # nothing is launched
+        tiles.copy(torch.zeros(1), 1, 1)
+    ((works, splits, one),) = grids
+    assert (works, one) == (1, 1)
+    assert 1 <= splits <= 65535
+    # Each program counts from its number on, in steps of all programs, to the first number that is
+    # not below the units.
+    assert units - 1 + splits * copier.UNITS < 1 << 31
 
 
 def test_host_memory_needs_the_interpreter(copier, monkeypatch):
@@ -213,51 +304,49 @@ def test_host_memory_needs_the_interpreter(copier, monkeypatch):
         copier.copy_tiles_device([0], [0], tiles, runs, device="cpu")
 
 
+@pytest.mark.own_process
 def test_a_defect_of_the_table_is_caught(copier, monkeypatch):
-    right = copier.device_boxes
+    right = copier.write_boxes
 
     def wrong(*arguments):
-        boxes = right(*arguments)
-        boxes["dims"]["target_stride"][:, 0] += 1
-        return boxes
+        units = right(*arguments)
+        arguments[-1].view(copier.BOX_DTYPE)["dims"]["target_stride"][:, 0] += 1
+        return units
 
-    monkeypatch.setattr(copier, "device_boxes", wrong)
+    monkeypatch.setattr(copier, "write_boxes", wrong)
     tiles, runs = one_box(4, 2, 64, 2, (256, 128, 2), (128, 512, 2))
     source = np.random.default_rng(3).integers(0, 256, 1200, dtype=np.uint8)
-    with pytest.raises(AssertionError, match="Arrays are not equal"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"not equal|CUDA"):
         check(copier, tiles, runs, [source], [np.zeros_like(source)])
 
 
-#: Run without the interpreter: compiles as for a GPU, which needs none, and prints what matters.
-COMPILE = """
-import re, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from kvferry.layouts.copier_triton import BOX_WORDS, RUN_WORDS, UNITS, copy_kernel
-
-constants = dict(BOX_WORDS=BOX_WORDS, RUN_WORDS=RUN_WORDS, UNITS=UNITS)
-signature = {"tables": "*i64", "num_tiles": "i32", "num_runs": "i32"}
-signature |= dict.fromkeys(constants, "constexpr")
-source = ASTSource(copy_kernel, signature=signature, constexprs=constants)
-made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32),
-                      options={"num_warps": 4, "enable_fp_fusion": False})
-print(" ".join(re.findall(r"(?:ld|st)[.]global[.]v2[.]b64", made.asm["ptx"])))
-"""
+WIDE_LOADS_THEN_STORES = ["ld v2.b64"] * 4 + ["st v2.b64"] * 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["80", "90", "100"])
-def test_compiled_for_a_gpu_a_thread_moves_16_bytes_at_a_time(architecture, tmp_path):
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE, architecture],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=environment,
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiled_for_a_gpu_a_thread_moves_16_bytes_at_a_time_and_spills_nothing(
+    copier, capability, tmp_path
+):
+    sizes = {"BOX_WORDS": copier.BOX_WORDS, "RUN_WORDS": copier.RUN_WORDS, "UNITS": copier.UNITS}
+    signature = {"boxes": "*i64", "runs": "*i64", "num_runs": "i32"}
+    (report,) = kernel_reports.reports_of(
+        copier.__name__, "copy_kernel", [(signature, sizes, 8)], capability, tmp_path
     )
-    assert result.returncode == 0, result.stderr
-    loads_then_stores = r"(ld\.global\.v2\.b64 ){4}(st\.global\.v2\.b64\s){4}"
-    assert re.fullmatch(loads_then_stores, result.stdout)
+    assert [each for each in report["accesses"] if "v2.b64" in each] == WIDE_LOADS_THEN_STORES
+    assert (report["spilled"], report["shared"], report["barriers"]) == (0, 0, 0)
+    signature = {"boxes": "*i64", "runs": "*i64", "num_works": "i32", "num_runs": "i32"}
+    names = "UNIT_BYTES", "SEGMENT", "EXTENT_0", "EXTENT_1", "EXTENT_2", "TOKENS"
+    sizes |= {"UNITS": copier.SHORT_PROGRAM_UNITS}
+    cases = [
+        (signature, sizes | dict(zip(names, shape, strict=True)), 4)
+        for shape in ((16, 16, 0, 1, 1, 16), (16, 10, 2, 0, 1, 12), (16, 1, 4, 2, 0, 16))
+    ]
+    reports = kernel_reports.reports_of(
+        copier.__name__, "copy_short_boxes", cases, capability, tmp_path
+    )
+    for report in reports:
+        assert [each for each in report["accesses"] if each[:2] == "st"] == ["st v2.b64"] * 4
+        assert report["accesses"][-8:] == WIDE_LOADS_THEN_STORES
+        assert (report["spilled"], report["shared"], report["barriers"]) == (0, 0, 0)
+        assert report["registers"] <= 64  # so that eight programs run side by side

@@ -1,6 +1,6 @@
 """What only a GPU can show; run with ``python -m benchmarks.gpu`` or ``pytest -m gpu``."""
 
-import mmap
+import threading
 
 import numpy as np
 import pytest
@@ -13,14 +13,15 @@ from kvferry.layouts import (
     kv_postprocess_layout_on_receive,
     zero_tail,
 )
+from kvferry.layouts.arrays import bytes_at, whole_pages
 from kvferry.layouts.copier import copy_tiles
-from kvferry.layouts.device import HostMirror, Placer
+from kvferry.layouts.device import Placer
 from kvferry.layouts.postprocess import default_method
 from kvferry.layouts.staging import stage
 from kvferry.testing.transport_peer import contents, fill
 from kvferry.topology import EngineGeometry, ParallelShape, locate_memory, plan_transfer
-from kvferry.topology.binding import bind_own
-from kvferry.topology.lowering import own_tiles
+from kvferry.transports.packing import PackedPiece, Packer
+from kvferry.transports.wire_chunks import plan_chunks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +38,11 @@ def caches_of(count, tokens, heads, elements, dtype, order="NHD"):
     return [cache if order == "NHD" else cache.transpose(1, 2) for cache in made]
 
 
+def keep_busy():
+    """Work of some ten milliseconds on the current stream."""
+    torch.cuda._sleep(20_000_000)
+
+
 def on_gpu(caches):
     return [cache.clone(memory_format=torch.preserve_format).cuda() for cache in caches]
 
@@ -48,9 +54,20 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize("method", ["triton", "torch"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("elements", [64, 80, 128, 576])
-@pytest.mark.parametrize("heads", [1, 3, 9])
+@pytest.mark.parametrize(
+    ("heads", "elements", "dtype"),
+    [
+        (1, 576, torch.bfloat16),
+        (1, 80, torch.float8_e4m3fn),
+        (3, 64, torch.float32),
+        (3, 80, torch.bfloat16),
+        (9, 80, torch.float16),
+        (9, 64, torch.float8_e4m3fn),
+        (9, 128, torch.bfloat16),
+        (9, 576, torch.float32),
+    ],
+    ids=str,
+)
 def test_a_gpu_leaves_the_bits_that_the_host_leaves(method, dtype, elements, heads):
     rng = np.random.default_rng(0)
     for tokens in (1, 2, 16, 48, 128, 256):
@@ -85,7 +102,7 @@ def test_a_side_stream_waits_for_the_engine_and_the_engine_for_its_event():
     device = [torch.zeros_like(cache, device="cuda") for cache in host]
     filled = on_gpu(host)
     side = torch.cuda.Stream(device[0].device)
-    torch.cuda._sleep(20_000_000)  # the step that is still running when the blocks are asked for
+    keep_busy()  # the step that is still running when the blocks are asked for
     for cache, values in zip(device, filled, strict=True):
         cache.copy_(values)
     side.wait_stream(torch.cuda.current_stream())
@@ -95,6 +112,23 @@ def test_a_side_stream_waits_for_the_engine_and_the_engine_for_its_event():
     found = [cache.clone() for cache in device]
     kv_postprocess_layout_on_receive(host, [3, 5])
     assert_same(found, host)
+
+
+def test_calls_that_wait_for_a_busy_gpu_keep_their_block_ids():
+    host = caches_of(4, 16, 8, 128, torch.bfloat16)
+    device = on_gpu(host)
+    streams = [torch.cuda.Stream(device[0].device) for _ in range(2)]
+    kv_postprocess_layout_on_receive(device, [0])
+    torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            keep_busy()
+    for block in range(1, 40):  # more calls than there are slots for ids
+        with torch.cuda.stream(streams[block % 2]):
+            kv_postprocess_layout_on_receive(device, [block])
+    torch.cuda.synchronize()
+    kv_postprocess_layout_on_receive(host, list(range(40)))
+    assert_same(device, host)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -172,55 +206,39 @@ def test_chunks_in_pinned_memory_are_placed_in_a_cache_of_the_device(stream):
     tiles, runs, nbytes = hnd_to_nhd()
     held, wanted = random_bytes(nbytes), np.zeros(nbytes, dtype=np.uint8)
     cache = stream.allocate(nbytes)
-    staging = np.frombuffer(mmap.mmap(-1, 8 << 20), dtype=np.uint8)
-    with Placer([cache.address], stream) as placer:
+    staging = whole_pages(8 << 20)
+    with Placer([cache.address], [stream, stream]) as placer:
         placer.adopt(staging)
         for chunk in stage(tiles, runs):
             landed = staging[: chunk.nbytes]
             ends = [held.ctypes.data], [landed.ctypes.data]
             copy_tiles(*ends, chunk.pack_tiles, chunk.pack_runs)
-            placer.place(landed, chunk.unpack_tiles, chunk.unpack_runs)
+            event = placer.place(landed, chunk.unpack_tiles, chunk.unpack_runs)
+            assert event is not None
+            event.wait()
     copy_tiles([held.ctypes.data], [wanted.ctypes.data], tiles, runs)
     assert np.array_equal(contents(cache), wanted)
 
 
-def test_lent_blocks_are_mirrored_in_host_memory(stream):
-    one = EngineGeometry(
-        num_layers=4,
-        num_kv_heads=8,
-        head_size=128,
-        dtype="bfloat16",
-        block_size=16,
-        layout="NHD",
-        parallel=ParallelShape(),
-    )
-    memory = one.memory(0, 9)
-    cache = stream.allocate(memory.region_bytes[0])
-    held = random_bytes(cache.nbytes)
-    fill(cache, held)
-    torch.cuda.synchronize()
-    with HostMirror(stream, [cache]) as mirror:
-        tiles, (runs, _) = own_tiles(one, 0, memory), bind_own(one, 0, [5, 2, 7], 40)
-        mirror.copy_out(tiles, runs).wait()
-        wanted = np.zeros_like(held)
-        copy_tiles([held.ctypes.data], [wanted.ctypes.data], tiles, runs)
-        assert np.array_equal(mirror.arrays[0], wanted)
-
-
-def test_a_mirror_that_follows_the_engine_has_what_the_step_under_way_writes(stream):
+def test_pieces_of_a_cache_on_the_device_are_packed_in_host_memory(stream):
     tiles, runs, nbytes = hnd_to_nhd()
     cache, held = stream.allocate(nbytes), random_bytes(nbytes)
-    values, written = torch.from_numpy(held).cuda(), torch.as_tensor(cache)
-    with HostMirror(stream, [cache]) as mirror:
-        torch.cuda._sleep(2_000_000_000)
-        written.copy_(values)
-        stream.follow_engine()
-        event = mirror.copy_out(tiles, runs)
-        assert not event.done()
-        event.wait()
-        wanted = np.zeros_like(held)
-        copy_tiles([held.ctypes.data], [wanted.ctypes.data], tiles, runs)
-        assert np.array_equal(mirror.arrays[0], wanted)
+    fill(cache, held)
+    torch.cuda.synchronize()
+    plan = plan_chunks(tiles, runs, 1 << 20)
+    with Packer([stream], 2 << 20) as packer:
+        for index, size in enumerate(plan.nbytes.tolist()):
+            wanted = np.zeros(size, dtype=np.uint8)
+            copy_tiles([held.ctypes.data], [wanted.ctypes.data], *plan.pack(index))
+            for tables in packer.pieces(*plan.pack(index)):
+                ready = threading.Event()
+                piece = PackedPiece(*tables, ready.set)
+                packer.pack(piece, np.array([cache.address]), "reader")
+                assert ready.wait(60)
+                end = piece.first_byte + piece.nbytes
+                packed = bytes_at(piece.address, piece.nbytes)
+                assert np.array_equal(packed, wanted[piece.first_byte : end])
+                packer.release(piece)
 
 
 def test_tensors_of_the_device_are_located_and_their_bytes_are_theirs():

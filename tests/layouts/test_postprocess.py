@@ -1,7 +1,11 @@
 """The known postprocessors: any shape, dtype, strides and ratio, by every implementation."""
 
+import dataclasses
+import gc
 import math
+import weakref
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from kvferry.layouts import (
     repack_run,
     zero_tail,
 )
+from kvferry.layouts.repack import make_repack
 
 LAW = settings(
     max_examples=60,
@@ -29,7 +34,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Name → function of (cache, indices, ratio), and the order in which blocks are stored.
-FUNCTIONS = {
+FUNCTIONS: dict[str, Any] = {
     "layout": (lambda c, i, r, **o: kv_postprocess_layout_on_receive(c, i, **o), "NHD"),
     "blksize": (kv_postprocess_blksize_on_receive, "HND"),
     "blksize_and_layout": (kv_postprocess_blksize_and_layout_on_receive, "NHD"),
@@ -151,21 +156,22 @@ def test_a_defect_of_the_batches_is_caught(monkeypatch):
 
 
 def test_a_defect_of_the_repack_is_caught(monkeypatch):
-    right = repack._scatter_rows
+    right = make_repack
 
-    def one_element_off(shape, unit):
-        rows = [list(row) for row in right(shape, unit)]
-        if len({shape.held_block_size, shape.block_size}) > 1:
-            rows[0][3] = rows[0][4]  # takes heads for tokens
-        return [tuple(row) for row in rows]
+    def heads_taken_for_tokens(units, **options):
+        made = right(units, **options)
+        scatter = made.scatter.copy()
+        if options["held_block_size"] != options["block_size"]:
+            scatter["source_token_stride"] = scatter["source_head_stride"]
+        return dataclasses.replace(made, scatter=scatter)
 
-    monkeypatch.setattr(repack, "_scatter_rows", one_element_off)
-    postprocess._repack_of.cache_clear()
+    monkeypatch.setattr(postprocess, "make_repack", heads_taken_for_tokens)
+    postprocess.repack_of.cache_clear()
     try:
         with pytest.raises(AssertionError, match="Arrays are not equal"):
             check_any_view(phases=[Phase.generate], database=None, derandomize=True)
     finally:
-        postprocess._repack_of.cache_clear()
+        postprocess.repack_of.cache_clear()
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
@@ -242,6 +248,47 @@ def test_all_layers_go_together(method, device):
         np.testing.assert_array_equal(bits(cache), truth)
 
 
+# ---- the same caches again ---------------------------------------------------------------------
+
+
+def test_a_new_view_is_not_taken_for_one_that_is_gone(method, device):
+    memory = make_cache(np.random.default_rng(11), 6, 4, 4, 8, torch.float16, device=device)
+    identities = set()
+    for number in range(8):
+        view = memory[:, :2] if number % 2 else memory[:, :, :2]
+        identities.add(id(view))
+        truth = slow_truth(bits(view), [4, 1], view.shape[1], "NHD")
+        kv_postprocess_layout_on_receive(view, [4, 1], method=method)
+        np.testing.assert_array_equal(bits(view), truth)
+        del view
+    assert len(identities) < 8  # new views took the places of others, at the same address
+
+
+def test_tensors_that_got_other_memory_are_found_there(method, device):
+    rng = np.random.default_rng(12)
+    caches = [make_cache(rng, 6, 4, 3, 8, torch.float16, device=device) for _ in range(3)]
+    before = [cache.clone() for cache in caches]
+    kv_postprocess_layout_on_receive(caches, [2], method=method)
+    kept = caches[1].data
+    caches[1].data = before[1].clone()
+    untouched = bits(kept).copy()
+    kv_postprocess_layout_on_receive(caches, [2], method=method)
+    np.testing.assert_array_equal(bits(kept), untouched)
+    truth = slow_truth(bits(before[1]), [2], 4, "NHD")
+    np.testing.assert_array_equal(bits(caches[1]), truth)
+    others = [0, 1, 3, 4, 5]
+    np.testing.assert_array_equal(bits(caches[0])[others], bits(before[0])[others])
+
+
+def test_tensors_that_were_given_are_not_kept_alive():
+    caches = [torch.zeros(2, 2, 2, 1) for _ in range(3)]
+    kv_postprocess_layout_on_receive(caches, [1])
+    references = [weakref.ref(cache) for cache in caches]
+    del caches
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
 # ---- packed K and V ----------------------------------------------------------------------------
 
 
@@ -293,6 +340,16 @@ def test_a_block_outside_the_cache_is_refused_before_anything_moves(block):
     np.testing.assert_array_equal(cache, small_cache())
 
 
+def test_ids_may_be_a_list_an_array_or_a_tensor(method, device):
+    rng = np.random.default_rng(13)
+    cache = make_cache(rng, 6, 4, 3, 8, torch.float16, device=device)
+    truth = slow_truth(bits(cache), [4, 1, 2], 4, "NHD")
+    kv_postprocess_layout_on_receive(cache, [4], method=method)
+    kv_postprocess_layout_on_receive(cache, np.array([1], dtype=np.int32), method=method)
+    kv_postprocess_layout_on_receive(cache, torch.tensor([2], device=device), method=method)
+    np.testing.assert_array_equal(bits(cache), truth)
+
+
 def test_a_block_that_stands_twice_is_done_once():
     one, two = small_cache(), small_cache()
     kv_postprocess_layout_on_receive(one, [3, 1, 3])
@@ -303,6 +360,21 @@ def test_a_block_that_stands_twice_is_done_once():
 def test_a_block_that_stands_in_two_remote_blocks_is_refused():
     with pytest.raises(ValueError, match="3 stands twice"):
         kv_postprocess_blksize_on_receive(small_cache(), [3, 1, 2, 3], 0.5)
+
+
+@pytest.mark.parametrize("number", [2, 64, 66, 300])  # the ids of up to 64 are checked otherwise
+def test_few_ids_and_many_ids_are_checked_alike(number):
+    cache = np.arange((number + 2) * 8).reshape(-1, 4, 2, 1)
+    before, ids = cache.copy(), list(range(number))[::-1]
+    for wrong in (-1, number + 2):
+        with pytest.raises(BlockIdError, match=f"block {wrong} does not exist"):
+            kv_postprocess_layout_on_receive(cache, [*ids[1:], wrong])
+    with pytest.raises(ValueError, match="block ids: 1 stands twice"):
+        kv_postprocess_blksize_on_receive(cache, [*ids[2:], 1, 1], 0.5)
+    np.testing.assert_array_equal(cache, before)
+    kv_postprocess_layout_on_receive(cache, [*ids[1:], ids[1]])
+    moved = (cache != before).any(axis=(1, 2, 3))
+    assert moved.tolist() == [True] * (number - 1) + [False] * 3
 
 
 def test_caches_that_are_not_alike_are_refused():
@@ -344,8 +416,8 @@ def test_only_what_no_token_covers_is_zeroed(dtype):
         num_tokens = data.draw(st.integers(0, blocks * block_size + 2))
         rng = np.random.default_rng(num_tokens)
         caches = [make_cache(rng, 6, block_size, 2, 3, dtype) for _ in range(2)]
-        table = rng.permutation(5)[:blocks] + 1
-        table = [0 if data.draw(st.booleans()) else int(block) for block in table]
+        blocks_used = (rng.permutation(5)[:blocks] + 1).tolist()
+        table = [0 if data.draw(st.booleans()) else block for block in blocks_used]
         wanted = [bits(cache).copy() for cache in caches]
         for token in range(num_tokens, blocks * block_size):
             block = table[token // block_size]
@@ -366,4 +438,5 @@ def test_a_negative_number_of_tokens_has_no_tail():
 
 def test_warm_compiles_the_hosts_kernel():
     postprocess.warm()
-    assert repack_run.repack_table.signatures
+    kernel: Any = repack_run.repack_table
+    assert kernel.signatures

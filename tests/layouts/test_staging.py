@@ -97,7 +97,8 @@ def test_whole_blocks_of_the_source_stay_one_piece_when_packed():
 
 
 def test_both_sides_of_a_wire_compute_the_same_chunks():
-    one, two = (stage(*hnd_to_nhd(), chunk_bytes=20_000) for _ in range(2))
+    tiles, runs = hnd_to_nhd()
+    one, two = (stage(tiles, runs, chunk_bytes=20_000) for _ in range(2))
     assert len(one) == len(two) > 2
     for a, b in zip(one, two, strict=True):
         assert a.nbytes == b.nbytes
@@ -106,5 +107,6 @@ def test_both_sides_of_a_wire_compute_the_same_chunks():
 
 
 def test_chunks_of_no_bytes_are_refused():
+    tiles, runs = hnd_to_nhd()
     with pytest.raises(ValueError, match="chunk_bytes: 0"):
-        stage(*hnd_to_nhd(), chunk_bytes=0)
+        stage(tiles, runs, chunk_bytes=0)

@@ -1,10 +1,12 @@
 """The PullConnector, broken in one way each; engines on hosts load it from here."""
 
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
 from kvferry.connectors.pull import PullConnector
+from kvferry.connectors.pull.metadata import ids_of, packed
 from kvferry.control.messages import FinishAnswer
 
 
@@ -13,14 +15,14 @@ class ForgetsToConfirm(PullConnector):
 
     @classmethod
     def worker(cls, context, rank):
-        worker = super().worker(context, rank)
+        worker: Any = super().worker(context, rank)
 
         def finish(*_arguments, **_keys):
-            answer = Future()
+            answer: Future[FinishAnswer] = Future()
             answer.set_result(FinishAnswer.HELD)
             return answer
 
-        worker._client.finish = finish
+        worker.client.finish = finish
         return worker
 
 
@@ -29,7 +31,7 @@ class SwapsTwoBlocks(PullConnector):
 
     @classmethod
     def worker(cls, context, rank):
-        worker = super().worker(context, rank)
+        worker: Any = super().worker(context, rank)
         start = worker.start_load_kv
 
         def swapped(metadata):
@@ -41,9 +43,8 @@ class SwapsTwoBlocks(PullConnector):
 
 
 def _swap(load):
-    (table,) = load.ticket.block_ids
+    (table,) = map(ids_of, load.source_tables)
     if len(table) < 3:  # the second is not full
         return load
     first, second, *others = table
-    ticket = msgspec.structs.replace(load.ticket, block_ids=([second, first, *others],))
-    return msgspec.structs.replace(load, ticket=ticket)
+    return msgspec.structs.replace(load, source_tables=packed([[second, first, *others]]))

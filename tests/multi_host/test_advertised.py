@@ -61,7 +61,10 @@ def pair(network, tmp_path):
         engine.start()
     for engine in engines:
         engine.wait_until_ready()
-    return HostPair(network, *engines, max_tokens=MAX_TOKENS)  # everything ends with the network
+    source, target = engines
+    return HostPair(
+        network, source, target, max_tokens=MAX_TOKENS
+    )  # everything ends with the network
 
 
 def test_engines_load_through_mapped_ports(pair):

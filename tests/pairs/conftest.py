@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from kvferry.config import EngineConfig
-from kvferry.connectors.base import TransferRecord
 from kvferry.connectors.records import digest_mismatch
 from kvferry.engine.builder import ExecutorKind, build_engine
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig, TinyLatent
+from kvferry.observe.records import TransferRecord
 
 NUM_BLOCKS = 96
 WINDOW = 24
@@ -210,6 +210,7 @@ def open_pair(model_folder: Path) -> Iterator[OpenPair]:
                 engine = build_engine(config, model_folder, dtype="float64", executor=executor)
                 stack.callback(engine.close)
                 engines.append(engine)
-            return EnginePair(*engines, records=[])
+            prefill_engine, decode_engine = engines
+            return EnginePair(prefill_engine, decode_engine, records=[])
 
         yield open_one

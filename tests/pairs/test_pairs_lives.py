@@ -10,6 +10,7 @@ from kvferry.control.leases import LeaseTable
 from kvferry.engine.messages import SamplingParams
 from kvferry.errors import TicketError
 from kvferry.topology import geometry
+from kvferry.topology.sharding import split_heads
 
 PREFILL = {"tp": 2, "block_size": 8, "layout": "HND"}
 DECODE = {"pp": 2, "block_size": 12, "layout": "NHD"}
@@ -219,7 +220,7 @@ def test_a_decode_engine_with_too_few_blocks_waits_and_serves_all(
 def test_a_planner_that_reads_a_head_from_the_wrong_rank_is_refused_by_the_weights(
     open_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = geometry.split_heads
+    right = split_heads
 
     def turned(heads: range, tp: int, num_kv_heads: int) -> Iterator[tuple[range, range]]:
         for some, ranks in right(heads, tp, num_kv_heads):

@@ -42,7 +42,8 @@ def planned(
         run()
     captured = capsys.readouterr()
     assert not end.value.code, captured.err
-    (pair,) = json.loads(captured.out)["pairs"]
+    pairs: list[dict[str, Any]] = json.loads(captured.out)["pairs"]
+    (pair,) = pairs
     return pair
 
 

@@ -3,8 +3,10 @@
 Each fault is put into the example connector, which passes the suite as it is.
 """
 
+import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +22,7 @@ SUITE = ConnectorConformance()
 @pytest.fixture
 def example(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLE)
-    import folder_connector
-
+    folder_connector = importlib.import_module("folder_connector")
     yield folder_connector
     del sys.modules["folder_connector"]
 
@@ -29,17 +30,17 @@ def example(monkeypatch):
 @pytest.fixture
 def run_test(example, tmp_path):
     """Runs one test of the suite on the example connector."""
-    configs = tuple(
-        KVTransferConfig(
+
+    def config(role):
+        return KVTransferConfig(
             kv_connector="FolderConnector",
             kv_connector_module_path="folder_connector",
             kv_role=role,
             kv_connector_extra_config={"folder": str(tmp_path), "chunk_tokens": 4, "wait_s": 5},
         )
-        for role in ("kv_producer", "kv_consumer")
-    )
 
     def run(name: str, timeout_s: float = 60.0) -> None:
+        configs = config("kv_producer"), config("kv_consumer")
         with open_pair(configs, GEOMETRIES["tp2-pp2"], timeout_s=timeout_s) as pair:
             getattr(SUITE, name)(pair)
 
@@ -94,7 +95,7 @@ def test_blocks_given_back_while_they_are_written_are_caught(run_test, example, 
 
 def test_a_report_made_twice_is_caught(run_test, example, monkeypatch):
     results = example.FolderWorker.get_transfer_results
-    before = {}
+    before: dict[Any, Any] = {}
 
     def repeats(self, finished_req_ids):
         report = results(self, finished_req_ids)

@@ -18,7 +18,7 @@ from tests.test_docs import blocks
 
 pytestmark = pytest.mark.processes
 
-PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extend" / "test-hosts.md"
 PATIENCE_S = 60.0
 """Longer than anything here takes on the slowest machine."""
 
@@ -117,7 +117,8 @@ def test_names_of_hosts_are_looked_up(pair):
 
 @FAMILIES
 def test_hosts_reach_each_other(pair, family):
-    ours, theirs = connected(*pair[1:], family)
+    _, one, other = pair
+    ours, theirs = connected(one, other, family)
     with ours, theirs:
         ours.sendall(b"there")
         assert theirs.recv(10) == b"there"
@@ -193,8 +194,7 @@ def test_a_host_pauses_with_all_its_processes(pair):
     assert server.stdout.readline() == b"listening\n"
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
     beta.pause()
-    for pid in (server.pid, *children):
-        until_state(pid, "T")
+    assert [_state(pid) for pid in (server.pid, *children)] == ["T"] * (1 + len(children))
     assert _state(other.pid) == "S"
     with alpha.connect(beta.ipv4, 9000, PATIENCE_S):  # its kernel answers
         beta.resume()
@@ -411,6 +411,7 @@ def test_nothing_is_left_of_a_run_however_it_ends(network, end):
         [sys.executable, "-c", RUN_FOR_EVER.format(then=then)], stdout=PIPE, stderr=DEVNULL
     )
     with run:
+        assert run.stdout is not None
         pids = run.stdout.readline().split()
         assert len(pids) == 2
         if end != "exception":

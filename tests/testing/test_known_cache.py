@@ -1,17 +1,28 @@
 """A known cache tells right cells from wrong ones in every layout."""
 
+from contextlib import ExitStack
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
+from kvferry.layouts.arrays import view_of
+from kvferry.testing.host_device import AWAY, HostDevice
 from kvferry.testing.known_cache import KnownCache
-from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.testing.torch_device import TorchDevice
+from kvferry.topology import EngineGeometry, ParallelShape, locate_memory
 
 TOKENS = list(range(100, 120))
 TABLE = [5, 2, 7, 1, 4]
 
 
 def cache_of(layout: str, rank: int = 0, **changes) -> KnownCache:
-    values = {"num_kv_heads": 3, "parallel": ParallelShape(tp=2, pp=2), "dtype": "float32"}
+    values: dict[str, Any] = {
+        "num_kv_heads": 3,
+        "parallel": ParallelShape(tp=2, pp=2),
+        "dtype": "float32",
+    }
     geometry = EngineGeometry(
         num_layers=3, head_size=2, block_size=4, layout=layout, **(values | changes)
     )
@@ -97,3 +108,56 @@ def test_two_ranks_agree_on_the_head_that_both_hold():
     second.write(TABLE, TOKENS, 0, 8)
     for name in first.tensors:
         np.testing.assert_array_equal(first.tensors[name], second.tensors[name])
+
+
+@pytest.fixture(params=["thread", "torch", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request):
+    """Devices on which caches may lie; torch's own takes the place of a GPU."""
+    with ExitStack() as stack:
+        if request.param == "thread":
+            yield stack.enter_context(HostDevice())
+        elif request.param == "torch":
+            yield TorchDevice("cpu")
+        else:
+            if not torch.cuda.is_available():
+                pytest.skip("needs a CUDA device; none is here")
+            yield TorchDevice()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8", "int64"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cache_on_a_device_is_known_as_one_in_host_memory_is(device, layout, dtype):
+    host = cache_of(layout, dtype=dtype)
+    memory = device.allocate(host.geometry.nbytes(0, 8))
+    cache = KnownCache(host.geometry, 0, 8, memory, device)
+    assert cache.touched(range(8)) == []
+    for each in (host, cache):
+        each.write(WINDOW_TABLE, TOKENS, 8, 18)
+    assert cache.wrong_cells(WINDOW_TABLE, TOKENS, 8, 18) == []
+    assert cache.wrong_cells(WINDOW_TABLE, TOKENS, 8, 19) != []
+    assert cache.touched(range(8)) == host.touched(range(8)) == [1, 4, 7]
+    assert cache.is_spoilt(WINDOW_TABLE, 18, 20)
+    assert not cache.is_spoilt(WINDOW_TABLE, 17, 20)
+    cache.spoil([7])
+    assert cache.touched([0, 7, 4]) == [4]
+    assert cache.touched([]) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cache_on_a_device_is_registered_where_it_lies(device, layout):
+    host = cache_of(layout)
+    memory = device.allocate(host.geometry.nbytes(0, 8) + 64)
+    cache = KnownCache(host.geometry, 0, 8, memory, device)
+    here, (region,) = locate_memory(host.geometry, 0, cache.registered())
+    there, _ = locate_memory(host.geometry, 0, host.registered())
+    assert (region.address, region.device) == (memory.address, memory.device)
+    assert here.tensors == there.tensors
+    by_layer = {name: view_of(each) for name, each in cache.registered(by_layer=True).items()}
+    assert {name: each.strides for name, each in by_layer.items()} == {
+        name: each.strides for name, each in host.registered(by_layer=True).items()
+    }
+
+
+def test_the_memory_of_a_pretended_device_is_not_the_hosts():
+    with HostDevice() as device:
+        assert device.allocate(64).address >= AWAY

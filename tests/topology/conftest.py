@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from kvferry.topology import EngineGeometry, ParallelShape
 
 DTYPES = {"uint8": np.uint8, "bfloat16": np.uint16, "float32": np.uint32, "float64": np.uint64}
 #: How NumPy stores the dtypes that a test may ask for, beside those that are drawn.
-STORED = DTYPES | {"float16": np.uint16, "float8_e4m3fn": np.uint8}
+STORED: dict[str, Any] = DTYPES | {"float16": np.uint16, "float8_e4m3fn": np.uint8}
 GUARD = 64  # bytes around every storage that nobody may touch
 
 
@@ -57,17 +58,17 @@ class Worlds:
 
     # ---- drawing -------------------------------------------------------------------------------
 
-    def case(self, data, **fixed) -> Case:
+    def case(self, data, **fixed):
         draw = data.draw
-        model = self._model(draw)
+        model = self.model(draw)
         source_geometry = self.geometry(draw, model)
         target_geometry = self.geometry(draw, model)
         is_long = self.often_context_parallel
         fewest, most = (24, 40) if is_long else (0, 20)
         num_tokens = draw(st.integers(fewest, most), label="num_tokens")
         first_token = draw(st.integers(0, 4 if is_long else num_tokens), label="first_token")
-        source_blocks = self._table(draw, source_geometry, num_tokens)
-        target_blocks = self._table(draw, target_geometry, num_tokens)
+        source_blocks = self.table(draw, source_geometry, num_tokens)
+        target_blocks = self.table(draw, target_geometry, num_tokens)
         target_rank = draw(st.integers(0, target_geometry.world_size - 1), label="target_rank")
         seed = draw(st.integers(0, 2**32 - 1), label="seed")
         rng = np.random.default_rng(seed)
@@ -103,7 +104,7 @@ class Worlds:
         drop = draw(st.booleans(), label="null source blocks")
         return [0 if drop and i not in wanted else b for i, b in enumerate(source_blocks)]
 
-    def _model(self, draw):
+    def model(self, draw):
         mla = draw(st.integers(0, 4), label="mla") == 0
         head_size = draw(st.integers(1, 5), label="head_size")
         sizes_differ = not mla and draw(st.booleans(), label="sizes differ")
@@ -143,7 +144,14 @@ class Worlds:
             parallel=parallel,
             layer_split=split,
         )
-        return self.padded(draw, geometry)
+        return self.separated(draw, self.padded(draw, geometry))
+
+    def separated(self, draw, geometry) -> EngineGeometry:
+        """The same, in one case of four with tensors of their own for k and v."""
+        if draw(st.integers(0, 3), label="separate parts"):
+            return geometry
+        joins = geometry.use_mla or geometry.layout.inner_orders or geometry.page_size_padded
+        return dataclasses.replace(geometry, separate_parts=not joins)
 
     def padded(self, draw, geometry) -> EngineGeometry:
         """The same, in one case of four with padded pages."""
@@ -208,7 +216,7 @@ class Worlds:
         parts = ["latent"] if latent else ["k", "v"]
         return Layout(outer, {part: "".join(draw(st.permutations(inner))) for part in parts})
 
-    def _table(self, draw, geometry, num_tokens):
+    def table(self, draw, geometry, num_tokens):
         blocks = -(-num_tokens // geometry.virtual_block_size) + draw(st.integers(0, 2))
         ids = draw(st.permutations(range(1, blocks + 3)), label="block ids")
         return list(ids[:blocks])
@@ -219,20 +227,24 @@ class Worlds:
         engine = Engine(geometry, num_blocks)
         kind = draw(st.sampled_from(["dense", "one storage", "strided"]), label="memory")
         for rank in range(geometry.world_size):
-            shape = geometry.cache_shape(rank, num_blocks)
+            shapes = {
+                name: each.layout.shape(geometry.box(rank, num_blocks, each))
+                for name, each in geometry.tensors(rank).items()
+            }
             names = geometry.tensor_names(rank)
             dtype = STORED[geometry.dtype]
             tensors, storages = {}, []
             own = [name for name in names if not name.endswith("_scale")]
-            if kind == "one storage" and geometry.page_size_padded is None:
-                stacked, storage = self._dense(rng, (len(own), *shape), dtype)
+            together = kind == "one storage" and geometry.page_size_padded is None
+            if together and len({shapes[name] for name in own}) == 1:
+                stacked, storage = self._dense(rng, (len(own), *shapes[own[0]]), dtype)
                 tensors = dict(zip(own, stacked, strict=True))
                 storages.append(storage)
             for name in own if not tensors else ():
                 make = self._dense if kind == "dense" else self._strided
                 if geometry.page_size_padded is not None:
                     make = functools.partial(self._padded, geometry)
-                tensors[name], storage = make(rng, shape, dtype)
+                tensors[name], storage = make(rng, shapes[name], dtype)
                 storages.append(storage)
             for name in names[len(own) :]:
                 shape = geometry.cache_shape(rank, num_blocks, name.rpartition(".")[2])
@@ -310,11 +322,11 @@ class Worlds:
 
     def write(self, engine, rank, layer, part, blocks, tokens, cells) -> None:
         """cells: [token, head, element], for those token positions; the rank has some of them."""
-        boxes = self._read_box(engine, rank, layer, part)  # [block, token, head, element]
+        boxes = self.read_box(engine, rank, layer, part)  # [block, token, head, element]
         for token, cell in zip(tokens, cells, strict=True):
             if (place := self.place(engine.geometry, rank, token)) is not None:
                 boxes[blocks[place[0]], place[1]] = cell
-        self._write_box(engine, rank, layer, part, boxes)
+        self.write_box(engine, rank, layer, part, boxes)
 
     def place(self, geometry, rank, token):
         """Entry of the block table and slot in the block of a token, or None; by definition."""
@@ -344,7 +356,7 @@ class Worlds:
         dims = geometry.layout.order.replace("C", "D")
         inner = geometry.layout.inner_orders
         suffix = ""
-        if part.endswith("_scale"):
+        if part.endswith("_scale") or geometry.separate_parts:
             suffix = f".{part}"
             dims = dims.replace("K", "") + inner.get(part.removesuffix("_scale"), "")
         else:
@@ -362,7 +374,7 @@ class Worlds:
         """A view of one part's cells, and the letters of its dims; the last may be ``*``."""
         geometry = engine.geometry
         tensor, dims = self._tensor(engine, rank, layer, part)
-        if part.endswith("_scale"):
+        if part.endswith("_scale") or geometry.separate_parts:
             return tensor, dims
         parts = [p for p in geometry.parts if not p.name.endswith("_scale")]
         names = [p.name for p in parts]
@@ -392,7 +404,7 @@ class Worlds:
             "D": size,
         }
 
-    def _read_box(self, engine, rank, layer, part):
+    def read_box(self, engine, rank, layer, part):
         view, dims = self._part_view(engine, rank, layer, part)
         extents = self._extents(engine, rank, part)
         if "*" in dims:
@@ -400,12 +412,12 @@ class Worlds:
             view = view.copy().reshape([extents[dim] for dim in dims])
         return view.transpose([dims.index(dim) for dim in "BNHD"]).copy()
 
-    def _write_box(self, engine, rank, layer, part, boxes) -> None:
+    def write_box(self, engine, rank, layer, part, boxes) -> None:
         view, dims = self._part_view(engine, rank, layer, part)
         flat = dims.replace("*", engine.geometry.layout.inner_orders.get(part, ""))
         view[...] = boxes.transpose(["BNHD".index(dim) for dim in flat]).reshape(view.shape)
 
-    def expect(self, case: Case) -> None:
+    def expect(self, case):
         """What the transfer must do, done slowly on the target's own memory."""
         geometry = case.target.geometry
         heads = geometry.heads(case.target_rank)
@@ -417,7 +429,7 @@ class Worlds:
                     case.target, case.target_rank, layer, part, case.target_blocks, tokens, wanted
                 )
 
-    def moved(self, case: Case) -> list:
+    def moved(self, case):
         geometry, rank = case.target.geometry, case.target_rank
         places = {
             token: self.place(geometry, rank, token)

@@ -143,7 +143,9 @@ def test_scales_forbid_any_conversion():
 
 def converted_bytes_taken_for_the_sources(monkeypatch):
     right = staging.stage
-    monkeypatch.setattr(staging, "stage", lambda *args, chunk_bytes, **_: right(*args, chunk_bytes))
+    monkeypatch.setattr(
+        staging, "stage", lambda tiles, runs, chunk_bytes, **_: right(tiles, runs, chunk_bytes)
+    )
 
 
 def heads_taken_for_the_first(monkeypatch):

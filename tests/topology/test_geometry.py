@@ -276,7 +276,7 @@ def test_a_geometry_survives_the_wire(worlds):
     @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.data())
     def law(data):
-        one = worlds.geometry(data.draw, worlds._model(data.draw))
+        one = worlds.geometry(data.draw, worlds.model(data.draw))
         sent = msgspec.msgpack.encode(one)
         assert msgspec.msgpack.decode(sent, type=EngineGeometry) == one
 
@@ -305,17 +305,17 @@ def test_dense_memory_is_what_dense_tensors_have(worlds):
     @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.data())
     def law(data):
-        one = worlds.geometry(data.draw, worlds._model(data.draw))
+        one = worlds.geometry(data.draw, worlds.model(data.draw))
         rank = data.draw(st.integers(0, one.world_size - 1))
-        one = dataclasses.replace(one, scale_dtype=None)
+        one = dataclasses.replace(one, scale_dtype=None, separate_parts=False)
         names = one.tensor_names(rank)
         shape, dtype = one.cache_shape(rank, 3), f"u{one.itemsize}"
         whole = np.zeros(one.nbytes(rank, 3), dtype=np.uint8).reshape(len(names), -1)
         if one.page_size_padded is None:
-            whole = whole.view(dtype).reshape(len(names), *shape)
+            tensors = list(whole.view(dtype).reshape(len(names), *shape))
         else:
-            whole = [worlds.padded_view(one, each, shape, dtype) for each in whole]
-        memory, regions = memory_of(one, rank, dict(zip(names, whole, strict=True)))
+            tensors = [worlds.padded_view(one, each, shape, dtype) for each in whole]
+        memory, regions = memory_of(one, rank, dict(zip(names, tensors, strict=True)))
         box = one.box(rank, 3)
         assert felt(memory, box) == felt(one.memory(rank, 3), box)
         assert [region.nbytes for region in regions] == [one.nbytes(rank, 3)]
@@ -398,3 +398,30 @@ def test_layout_objects_and_names_are_the_same():
     assert (
         geometry(layout=Layout.named("HND")) == geometry(layout="HND") == geometry(layout="KBHND")
     )
+
+
+def test_k_and_v_may_have_tensors_of_their_own():
+    one = geometry(num_layers=2, head_size=9, head_size_v=5, separate_parts=True)
+    assert one.tensor_names(0) == ("layer.0.k", "layer.1.k", "layer.0.v", "layer.1.v")
+    assert [(part.name, part.head_size) for part in one.parts] == [("k", 9), ("v", 5)]
+    assert one.nbytes(0, 3) == 2 * 3 * 16 * 3 * (9 + 5) * 4
+    assert one.cache_shape(0, 3, "k") == (3, 16, 3, 9)
+    assert one.cache_shape(0, 3, "v") == (3, 16, 3, 5)
+
+
+def test_separate_parts_have_scales_too():
+    one = geometry(dtype="int8", scale_dtype="float32", separate_parts=True, num_layers=1)
+    assert one.tensor_names(0) == ("layer.0.k", "layer.0.v", "layer.0.k_scale", "layer.0.v_scale")
+
+
+@pytest.mark.parametrize(
+    "joined",
+    [
+        {"use_mla": True, "num_kv_heads": 1},
+        {"packing": "own"},
+        {"layout": "BHK(k=DN,v=ND)"},
+    ],
+)
+def test_parts_that_are_joined_are_not_separate(joined):
+    with pytest.raises(ValueError, match="separate_parts: k and v have tensors of their own"):
+        geometry(**joined, separate_parts=True)

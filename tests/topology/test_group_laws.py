@@ -3,6 +3,7 @@
 import functools
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from kvferry.topology import (
     token_digests,
 )
 from kvferry.topology.run import addresses_of
+from kvferry.topology.windows import first_kept_token
 from tests.topology.defects import (
     WRONG_BYTES,
     WRONG_COVER,
@@ -96,7 +98,7 @@ class GroupedCase:
 
 
 def draw_case(worlds, draw) -> GroupedCase:
-    kinds = [worlds._model(draw) for _ in range(draw(st.integers(1, 2), label="kinds"))]
+    kinds = [worlds.model(draw) for _ in range(draw(st.integers(1, 2), label="kinds"))]
     keeps = [{}, {"sliding_window": draw(st.integers(1, 9))}]
     keeps.append({"attention_chunk_size": draw(st.integers(1, 9))})
     layers = draw(
@@ -144,7 +146,7 @@ def draw_side(worlds, draw, rng, kinds, layers, num_tokens) -> Side:
     stage_layers = [b - a for a, b in itertools.pairwise([0, *cuts, len(layers)])]
     keeps_windows = draw(st.booleans(), label="keeps windows")
     kept = [window if keeps_windows else {} for _, window in layers]
-    grouped = {}
+    grouped: dict[Any, list[int]] = {}
     for layer, (kind, _) in enumerate(layers):
         split = draw(st.integers(0, 1), label="group of equals")
         grouped.setdefault((kind, *kept[layer].items(), split), []).append(layer)
@@ -161,7 +163,7 @@ def draw_side(worlds, draw, rng, kinds, layers, num_tokens) -> Side:
             **kept[indices[0]],
         )
         one = worlds.padded(draw, one)
-        table = worlds._table(draw, one, num_tokens)
+        table = worlds.table(draw, one, num_tokens)
         engines.append(worlds.engine(draw, rng, one, max(table, default=0) + 1))
         nulls = draw(st.booleans(), label="null blocks below the window")
         below = one.first_kept_token(num_tokens) // one.virtual_block_size if nulls else 0
@@ -258,7 +260,7 @@ def test_the_plans_of_all_pairs_bring_every_kept_cell_exactly_once(worlds, check
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_laws_hold_for_many_more_groupings(worlds, check):
-    @settings(LAW, max_examples=500, database=None)
+    @settings(LAW, max_examples=300, database=None)
     @given(st.data())
     def law(data):
         check(worlds, data)
@@ -270,7 +272,7 @@ def test_digests_of_the_moved_layers_agree_whatever_the_grouping(worlds):
     """Per layer, so that each is summed over its own span."""
 
     def digests(side, layer, first, case):
-        total = 0
+        total: Any = 0
         for engine, table in zip(side.engines, side.tables, strict=True):
             if layer not in engine.geometry.model_layers:
                 continue
@@ -311,14 +313,14 @@ def a_layer_of_a_pair_lost(monkeypatch):
 
 
 def a_window_one_token_short(monkeypatch):
-    right = pairing.first_kept_token
+    right = first_kept_token
     monkeypatch.setattr(
         pairing, "first_kept_token", lambda n, **kept: min(right(n, **kept) + (n > 3), n)
     )
 
 
 def a_window_one_token_long(monkeypatch):
-    right = pairing.first_kept_token
+    right = first_kept_token
     monkeypatch.setattr(pairing, "first_kept_token", lambda n, **kept: max(right(n, **kept) - 1, 0))
 
 
@@ -329,7 +331,7 @@ def the_sources_window_ignored(monkeypatch):
         lambda self, n: (
             0
             if self.is_partial
-            else pairing.first_kept_token(
+            else first_kept_token(
                 n,
                 sliding_window=self.sliding_window,
                 attention_chunk_size=self.attention_chunk_size,

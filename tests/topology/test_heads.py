@@ -21,6 +21,7 @@ from kvferry.topology.heads import (
     probed_columns,
     split_digests,
 )
+from kvferry.topology.sharding import split_heads
 
 LAW = settings(max_examples=200, deadline=None)
 WIDTH = 96
@@ -54,6 +55,12 @@ def weights(layer, head):
     return rng.standard_normal((2, 4, WIDTH)).astype(np.float32)[..., probed_columns(WIDTH)]
 
 
+def digest(rows, form="bfloat16"):
+    """Of the heads of a layer, whose rows are [K and V, head, head size, columns]."""
+    k, v = rows
+    return digest_heads(k, v, form)
+
+
 def digests_of(group, true_count, form="bfloat16"):
     """What every rank of an engine tells, from the weights that it really holds."""
     told = []
@@ -64,7 +71,7 @@ def digests_of(group, true_count, form="bfloat16"):
         told.append(
             HeadDigests.of(
                 {
-                    layer: (form, digest_heads(*np.stack(each, axis=1), form))
+                    layer: (form, digest(np.stack(each, axis=1), form))
                     for layer, each in rows.items()
                 }
             )
@@ -109,7 +116,7 @@ def test_a_wrong_number_of_heads_on_both_sides_is_found(claimed, true, tps):
 def test_a_planner_that_takes_the_wrong_rank_is_found(monkeypatch, tps):
     source, target = geometry(4, tps[0]), geometry(4, tps[1])
     told = digests_of(source, 4), digests_of(target, 4)
-    right = geometry_module.split_heads
+    right = split_heads
 
     def shifted(heads, tp, num_kv_heads):
         for some, ranks in right(heads, tp, num_kv_heads):
@@ -135,11 +142,11 @@ def test_one_checkpoint_in_float32_and_in_bfloat16_has_equal_digests():
     rounded = (weights(0, 0).view(np.uint32) & 0xFFFF0000).view(np.float32)  # a bfloat16 checkpoint
     wide = weights(0, 0)
     assert form_of("float32") == form_of("bfloat16")
-    assert digest_heads(*rounded[:, None], "bfloat16") != digest_heads(*wide[:, None], "bfloat16")
+    assert digest(rounded[:, None]) != digest(wide[:, None])
     # What an engine in bfloat16 makes of a checkpoint in float32: nearest, ties to even.
     low = wide.view(np.uint32)
     nearest = ((low + 0x7FFF + ((low >> 16) & 1)) & 0xFFFF0000).view(np.float32)
-    assert digest_heads(*nearest[:, None], "bfloat16") == digest_heads(*wide[:, None], "bfloat16")
+    assert digest(nearest[:, None]) == digest(wide[:, None])
 
 
 def test_minus_zero_is_zero_as_an_answer_of_a_kernel_makes_it():
@@ -200,7 +207,7 @@ def test_a_latent_has_nothing_to_prove():
 
 def test_equal_heads_are_named_and_not_refused():
     same = weights(0, 0)[:, None].repeat(2, axis=1)
-    digests = digest_heads(*same, "bfloat16")
+    digests = digest(same)
     told = [HeadDigests.of({0: ("bfloat16", digests), 1: ("bfloat16", digests)})]
     group = geometry(2, 1)
     assert alike_heads([group], told) == (0, 1)

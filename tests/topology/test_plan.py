@@ -236,3 +236,24 @@ def test_two_engines_of_1024_ranks_have_all_their_plans():
     )
     plans = [plan_transfer(source=source, target=target, target_rank=r) for r in range(1024)]
     assert sum(len(made.pieces) for made in plans) == 1024 * 80 * 4
+
+
+@pytest.mark.parametrize("num_blocks", [3, 700])
+@pytest.mark.parametrize("largest", [1000, 1 << 31])
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_block_that_stands_twice_is_found_in_short_and_long_tables_and_null_blocks_may(
+    num_blocks, largest, twice
+):
+    one = geometry(block_size=4)
+    plan = plan_transfer(source=one, target=one)
+    source = list(range(1, num_blocks + 3))
+    target = [*source[:-2][::-1], 0, 0]
+    target[1] = largest
+    if twice:
+        target[-3] = target[0]
+    if not twice:
+        copies = plan.bind(source, target, 4 * len(target))
+        assert copies.num_tokens == 4 * num_blocks
+        return
+    with pytest.raises(BlockTableError, match=f"target block {target[0]} stands more than once"):
+        plan.bind(source, target, 4 * len(target))

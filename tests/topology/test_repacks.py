@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def fill(engine, rank, block, parts, layer, data):
     geometry = engine.geometry
     memory, regions = memory_of(geometry, rank, engine.tensors[rank])
     tensors = {t.name: t for t in memory.tensors}
-    tensor = tensors.get(geometry.layer_name(layer), tensors.get("layers"))
+    tensor = tensors.get(geometry.layer_name(layer)) or tensors["layers"]
     at_layer = 0 if geometry.layer_name(layer) in tensors else geometry.layers(rank).index(layer)
     heads, tokens, itemsize = len(geometry.heads(rank)), geometry.block_size, geometry.itemsize
     addresses = {}
@@ -90,8 +91,10 @@ def part_groups(plan):
 
 def check(worlds, data, method="numba"):
     draw = data.draw
-    model = worlds._model(draw)
-    source, target = worlds.geometry(draw, model), worlds.geometry(draw, model)
+    model = worlds.model(draw)
+    source, target = (
+        dataclasses.replace(worlds.geometry(draw, model), separate_parts=False) for _ in range(2)
+    )
     # With tokens interleaved over ranks no whole block of one side is one of the other.
     assume(all(side.parallel.dcp * side.parallel.pcp == 1 for side in (source, target)))
     assume(all(part.name in ("k", "v", "latent") for part in source.parts))
@@ -124,10 +127,11 @@ def check(worlds, data, method="numba"):
     memory, regions = memory_of(target, rank, engine.tensors[rank])
     made = repack_between(plan, memory)
     assert made.frame_tokens == frame
+    memories: Any = regions
     if method != "numba":  # torch knows no negative strides
         assume(not any((made.gather[f"source_{d}_stride"] < 0).any() for d in DIMS))
-        regions = [torch.from_numpy(region) for region in regions]
-    run_repack(made, regions, blocks, count + 2, method=method)
+        memories = [torch.from_numpy(region) for region in regions]
+    run_repack(made, memories, blocks, count + 2, method=method)
     for storage, truth in zip(engine.storages[rank], wanted, strict=True):
         assert_bytes(storage, truth)
 
@@ -152,17 +156,18 @@ def test_torch_permutes_them_as_well(worlds):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["numba", "torch"])
 def test_the_law_holds_for_many_more_pairs(worlds, method):
-    check_law(worlds, method, max_examples=400, database=None)
+    check_law(worlds, method, max_examples=250, database=None)
 
 
 def lost_head_slice(monkeypatch):
-    right = repack._scatter_rows
+    right = repack.make_repack
 
-    def first_slice_again(shape, unit):
-        rows = right(shape, unit)
-        return rows[:1] * len(rows)
+    def first_slice_again(units, **options):
+        made = right(units, **options)
+        each = made.tiles_per_unit[1]
+        return dataclasses.replace(made, scatter=np.repeat(made.scatter[::each], each))
 
-    monkeypatch.setattr(repack, "_scatter_rows", first_slice_again)
+    monkeypatch.setattr(repack, "make_repack", first_slice_again)
 
 
 def sizes_taken_for_each_other(monkeypatch):
@@ -193,8 +198,8 @@ def test_layers_that_lie_dense_and_layers_that_do_not_are_repacked_together():
     nhd, inner = Layout.named("NHD"), Layout.parse("B(k=NHD,v=NHD)")
     parts = (("k", 1), ("v", 1))
     cache = np.arange(16, dtype=np.uint8)
-    dense = [repack.Place(0, CellStrides(at, 0, 2, 1, 1, 1)) for at in (0, 1)]
-    spread = [repack.Place(0, CellStrides(at, 0, 4, 2, 2, 1)) for at in (8, 10)]
+    dense = [repack.FramePlace(0, CellStrides(at, 0, 2, 1, 1, 1)) for at in (0, 1)]
+    spread = [repack.FramePlace(0, CellStrides(at, 0, 4, 2, 2, 1)) for at in (8, 10)]
     made = repack.make_repack(
         [repack.Unit(parts, tuple(places)) for places in (dense, spread)],
         itemsize=1, heads=1, block_size=1, slots=inner,

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,7 +165,7 @@ def test_scales_inside_the_pages_of_their_cells_go_to_tensors_of_their_own():
     target = geometry(num_layers=1, layout="HND", block_size=3, **quantised)
     pages = np.random.default_rng(0).integers(0, 256, (4, 2, 4, 2, 8 + 4), dtype=np.uint8)
     scales = pages[..., 8:].view(np.float32)
-    given_ = {
+    given_: dict[str, Any] = {
         "layer.0": pages[..., :8],
         "layer.0.k_scale": scales[:, 0].view(np.uint32),
         "layer.0.v_scale": scales[:, 1].view(np.uint32),
@@ -172,7 +173,7 @@ def test_scales_inside_the_pages_of_their_cells_go_to_tensors_of_their_own():
     memory, regions = memory_of(source, 0, given_)
     assert len(regions) == 1  # one allocation
     assert [tensor.offset for tensor in memory.tensors] == [0, 8, 8 + 4 * 2 * 12]
-    found = {
+    found: dict[str, Any] = {
         "layer.0": np.zeros(target.cache_shape(0, 5), dtype=np.uint8),
         **{
             f"layer.0.{part}": np.zeros(target.cache_shape(0, 5, part), dtype=np.uint32)
@@ -297,11 +298,11 @@ def test_any_flipped_bit_of_the_span_changes_the_digest(worlds):
             if (place := worlds.place(one, rank, token))
         )
         cell = blocks[place[0]], place[1], head - one.heads(holder).start
-        boxes = worlds._read_box(engine, holder, layer, part.name)
+        boxes = worlds.read_box(engine, holder, layer, part.name)
         row = np.ascontiguousarray(boxes[cell]).view(np.uint8)
         row[bit // 8] ^= 1 << bit % 8
         boxes[cell] = row.view(boxes.dtype)
-        worlds._write_box(engine, holder, layer, part.name, boxes)
+        worlds.write_box(engine, holder, layer, part.name, boxes)
         assert engine_digest(engine, blocks, *span) != before
 
     law()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvferry.layouts.layout import Layout
 from kvferry.topology import (
     EngineGeometry,
     ParallelShape,
@@ -37,7 +39,7 @@ from tests.topology.defects import (
 )
 
 LAW = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-UINTS = {"float32": np.uint32, "bfloat16": np.uint16, "float64": np.uint64}
+UINTS: dict[str, Any] = {"float32": np.uint32, "bfloat16": np.uint16, "float64": np.uint64}
 
 
 # ---- random engines with memory, as slow and plain as can be ------------------------------------
@@ -197,7 +199,8 @@ class Case:
             target_rank=self.rank,
             target_engine_id="d",
         )
-        return made.bind(*self.tables, self.span[1], self.span[0])
+        source_table, target_table = self.tables
+        return made.bind(source_table, target_table, self.span[1], self.span[0])
 
 
 def draw_case(data):
@@ -293,7 +296,7 @@ def test_the_laws_hold_for_states(check):
 @pytest.mark.slow
 @CHECKS
 def test_the_laws_hold_for_many_more_states(check):
-    @settings(LAW, max_examples=750, database=None)
+    @settings(LAW, max_examples=400, database=None)
     @given(st.data())
     def law(data):
         check(data)
@@ -458,7 +461,7 @@ def test_the_digest_does_not_depend_on_sharding_layout_or_blocks():
             states=parts,
             block_size=block_size,
             parallel=ParallelShape(tp=tp, pp=pp),
-            layout=layout,
+            layout=Layout(layout),
         )
         engine = open_engine(rng, group, 9)
         total = 0

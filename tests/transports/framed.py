@@ -1,10 +1,21 @@
 """A connection of the tcp transport that says what a test wants it to."""
 
 import contextlib
-import select
+import selectors
 import socket
 
 from kvferry.transports.wire_messages import HEADER, MESSAGE, encode
+
+
+def readable(files, seconds):
+    """The first of some sockets or descriptors that has bytes to read, in the time given.
+
+    ``select.select`` takes no descriptor above 1,023, and a process of tests may have as many.
+    """
+    with selectors.DefaultSelector() as selector:
+        for file in files:
+            selector.register(file, selectors.EVENT_READ)
+        return next((key.fileobj for key, _ in selector.select(seconds)), None)
 
 
 class Framed:
@@ -29,28 +40,19 @@ class Framed:
         Raises:
             EOFError: the other side has ended the connection.
         """
-        transfer, chunk, nbytes = HEADER.unpack(self._exactly(HEADER.size))
-        body = self._exactly(nbytes)
+        transfer, chunk, nbytes = HEADER.unpack(self.exactly(HEADER.size))
+        body = self.exactly(nbytes)
         if transfer == MESSAGE:
             return decoder.decode(body)
         self.data = body
         return transfer, chunk
 
-    def is_silent(self, seconds=0.2):
-        """Whether nothing comes for so long."""
-        return not select.select([self.tcp], [], [], seconds)[0]
+    def exactly(self, nbytes):
+        """So many bytes of what comes next.
 
-    def is_ended(self):
-        """Waits until the other side ends the connection, whatever it says before."""
-        with contextlib.suppress(ConnectionError):
-            while self.tcp.recv(1 << 16):
-                pass
-        return True
-
-    def close(self):
-        self.tcp.close()
-
-    def _exactly(self, nbytes):
+        Raises:
+            EOFError: the other side has ended the connection.
+        """
         got = bytearray()
         while len(got) < nbytes:
             try:
@@ -61,3 +63,17 @@ class Framed:
                 raise EOFError
             got += part
         return bytes(got)
+
+    def is_silent(self, seconds=0.2):
+        """Whether nothing comes for so long."""
+        return readable([self.tcp], seconds) is None
+
+    def is_ended(self):
+        """Waits until the other side ends the connection, whatever it says before."""
+        with contextlib.suppress(ConnectionError):
+            while self.tcp.recv(1 << 16):
+                pass
+        return True
+
+    def close(self):
+        self.tcp.close()

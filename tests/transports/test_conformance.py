@@ -4,6 +4,7 @@ from types import MappingProxyType
 
 import pytest
 
+from kvferry.testing.host_device import HostPackedTcpTransport
 from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.transports.shm import ShmTransport
 from kvferry.transports.tcp import TcpTransport
@@ -18,6 +19,10 @@ class TestShmTransport(TransportConformance):
 @pytest.mark.smoke
 class TestTcpTransport(TransportConformance):
     transport = TcpTransport
+
+
+class TestTcpTransportThatPacks(TransportConformance):
+    transport = HostPackedTcpTransport
 
 
 @pytest.mark.smoke

@@ -1,23 +1,39 @@
-"""Transports that are broken on purpose fail the conformance class, each at the test it breaks."""
+"""Transports that are broken on purpose fail the conformance class, each at the test it breaks.
+
+Each defect is put into a transport of host memory and into those of a device: into one that reads
+the device, a GPU's where there is one, and else that of a thread that takes its place; and into a
+wire that serves what the device packs.
+"""
 
 import contextlib
 import ctypes
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from kvferry.errors import BoundsError
+from kvferry.testing.host_device import HostIpcTransport, HostPackedTcpTransport
 from kvferry.testing.transport_conformance import TransportConformance as Suite
 from kvferry.testing.transport_peer import PeerProcess
 from kvferry.transports.base import Transfer, TransferState
+from kvferry.transports.cuda_ipc import CudaIpcTransport
 from kvferry.transports.shm import ShmTransport
+from kvferry.transports.wire_reader import WirePeer
 
 # Referred to through a module-level alias and never subclassed at module level: pytest collects
 # what is a class named Test…
 
 
-class _Remembering(ShmTransport):
+if TYPE_CHECKING:
+    Sound = ShmTransport  # or any other: `broken_suite` puts a defect in front of each
+else:
+    Sound = object
+
+
+class _Remembering(Sound):
     """Remembers what was read, so that it can do it wrongly."""
 
     def __init__(self, *arguments):
@@ -51,7 +67,7 @@ class WritesPastTheEnd(_Remembering):
         return ended
 
 
-class ReportsTwice(ShmTransport):
+class ReportsTwice(Sound):
     """Each transfer is reported by two polls."""
 
     def __init__(self, *arguments):
@@ -64,7 +80,7 @@ class ReportsTwice(ShmTransport):
         return ended + again
 
 
-class BlocksInRead(ShmTransport):
+class BlocksInRead(Sound):
     """``read`` waits for the bytes."""
 
     def read(self, peer, tiles, runs, *, after=None):
@@ -74,7 +90,7 @@ class BlocksInRead(ShmTransport):
         return transfer
 
 
-class ChecksTooLate(ShmTransport):
+class ChecksTooLate(Sound):
     """Moves the first tiles before it looks at the last, and says nothing of it."""
 
     def __init__(self, *arguments):
@@ -90,7 +106,7 @@ class ChecksTooLate(ShmTransport):
         return [each for each in super().poll() if each not in self.early]
 
 
-class ChecksNothing(ShmTransport):
+class ChecksNothing(Sound):
     """Reports what it should refuse as a failed read."""
 
     def read(self, peer, tiles, runs, *, after=None):
@@ -102,14 +118,14 @@ class ChecksNothing(ShmTransport):
             return refused
 
 
-class IgnoresTheEvent(ShmTransport):
+class IgnoresTheEvent(Sound):
     """Starts before the engine's step has retired."""
 
     def read(self, peer, tiles, runs, *, after=None):
         return super().read(peer, tiles, runs)
 
 
-class LosesRuns(ShmTransport):
+class LosesRuns(Sound):
     """Reads the first run once more in place of the last: as many bytes as were asked for."""
 
     def read(self, peer, tiles, runs, *, after=None):
@@ -134,32 +150,35 @@ class ReadsOldBytes(_Remembering):
         return ended
 
 
-class IgnoresDeath(ShmTransport):
+class IgnoresDeath(Sound):
     """Goes on reading what a dead process left behind."""
 
     def connect(self, endpoint):
         peer = super().connect(endpoint)
-        peer.error = lambda: None
+        peer.error = lambda: None  # type: ignore[method-assign] # of one that maps the memory
+        if isinstance(peer, WirePeer):
+            lose = self.reader.lose
+            self.reader.lose = lambda lost, error: self._transfers.closed and lose(lost, error)
         return peer
 
 
-class ForgetsTheCancelled(ShmTransport):
+class ForgetsTheCancelled(Sound):
     """A cancelled read is never reported."""
 
     def poll(self):
         return [each for each in super().poll() if each.state is not TransferState.CANCELLED]
 
 
-class TellsNobody(ShmTransport):
+class TellsNobody(Sound):
     """Those who wait for a read would wait for ever."""
 
     def read(self, peer, tiles, runs, *, after=None):
         transfer = super().read(peer, tiles, runs, after=after)
-        transfer.on_end = lambda callback: None
+        transfer.on_end = lambda callback: None  # type: ignore[method-assign]
         return transfer
 
 
-class LeavesReadsRunning(ShmTransport):
+class LeavesReadsRunning(Sound):
     """``close`` does not wait for the movers."""
 
     closing = False
@@ -170,15 +189,37 @@ class LeavesReadsRunning(ShmTransport):
             self.closing = True
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        ShmTransport,
+        HostIpcTransport,
+        HostPackedTcpTransport,
+        pytest.param(CudaIpcTransport, marks=pytest.mark.gpu),
+    ],
+    ids=lambda sound: sound.__name__,
+)
+def sound(request):
+    """The transport that is to be broken."""
+    if request.param is CudaIpcTransport and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device; none is here")
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def peer():
-    with PeerProcess(ShmTransport, Suite.options()) as process:
+def peer(sound):
+    with PeerProcess(sound, Suite.options()) as process:
         yield process
 
 
-def broken_suite(transport):
-    suite = type("Broken", (Suite,), {"transport": transport, "patience_s": 2.0})
-    return suite()
+def broken_suite(sound, *defects):
+    """The suite for a transport with these defects."""
+    transport = type("Broken", (*defects, sound), {}) if defects else sound
+    return type("BrokenSuite", (Suite,), {"transport": transport, "patience_s": 2.0})()
+
+
+def opened(suite):
+    return contextlib.closing(suite.transport.open(suite.options()))
 
 
 LATE = pytest.mark.timed(
@@ -187,7 +228,7 @@ LATE = pytest.mark.timed(
 
 
 @pytest.mark.parametrize(
-    ("transport", "test", "says"),
+    ("defect", "test", "says"),
     [
         pytest.param(
             LandsLate,
@@ -233,47 +274,43 @@ LATE = pytest.mark.timed(
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_broken_transport_fails(transport, test, says, peer):
-    suite = broken_suite(transport)
-    local = transport.open(suite.options())
-    try:
+def test_a_broken_transport_fails(sound, defect, test, says, peer):
+    suite = broken_suite(sound, defect)
+    with opened(suite) as local:
         with pytest.raises((AssertionError, pytest.fail.Exception), match=says):
             test(suite, local, peer)
         time.sleep(0.2)  # what lands late must land while its memory is there
-    finally:
-        local.close()
 
 
-def test_a_transport_that_ignores_death_fails():
-    suite = broken_suite(IgnoresDeath)
+def test_a_transport_that_ignores_death_fails(sound):
+    if sound is CudaIpcTransport:
+        pytest.skip("the memory of a dead process would end the CUDA context of what follows")
+    suite = broken_suite(sound, IgnoresDeath)
     with (
-        PeerProcess(ShmTransport, suite.options()) as mortal,
-        contextlib.closing(IgnoresDeath.open(suite.options())) as local,
-        pytest.raises(AssertionError, match="a read from a dead peer has not failed"),
+        PeerProcess(sound, suite.options()) as mortal,
+        opened(suite) as local,
+        pytest.raises(AssertionError, match=r"a read from a dead peer has not failed|StalledError"),
     ):
         suite.test_reading_from_a_dead_peer_fails_as_lost(local, mortal)
 
 
-def test_a_transport_that_closes_with_reads_running_fails(peer):
-    suite = broken_suite(LeavesReadsRunning)
+def test_a_transport_that_closes_with_reads_running_fails(sound, peer):
+    suite = broken_suite(sound, LeavesReadsRunning)
     with pytest.raises(AssertionError, match="closed with reads running"):
         suite.test_closing_the_transport_ends_its_reads_first(peer)
     time.sleep(0.5)
 
 
 @pytest.mark.parametrize("end", ["done", "cancelled", "closed"])
-def test_a_transport_that_tells_no_end_fails(peer, end):
-    suite = broken_suite(TellsNobody)
-    with (
-        contextlib.closing(TellsNobody.open(suite.options())) as local,
-        pytest.raises(AssertionError, match="the end was not told"),
-    ):
+def test_a_transport_that_tells_no_end_fails(sound, peer, end):
+    suite = broken_suite(sound, TellsNobody)
+    with opened(suite) as local, pytest.raises(AssertionError, match="the end was not told"):
         suite.test_the_end_of_a_read_is_told(local, peer, end)
 
 
-def test_the_sound_transport_passes_the_same_calls(peer):
-    suite = broken_suite(ShmTransport)
-    with contextlib.closing(ShmTransport.open(suite.options())) as local:
+def test_the_sound_transport_passes_the_same_calls(sound, peer):
+    suite = broken_suite(sound)
+    with opened(suite) as local:
         suite.test_a_read_cancelled_before_it_starts_lands_nothing(local, peer)
         suite.test_a_large_read_equals_the_oracle(local, peer)
-    assert local.poll() == []
+        assert local.poll() == []

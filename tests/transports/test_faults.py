@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def laid_out(source, kind, stall_timeout_s=10.0):
 
 def polled(local, *transfers):
     """Polls until all are reported, and returns what was."""
-    reported = []
+    reported: list[Any] = []
     deadline = time.monotonic() + 60
     while len(reported) < len(transfers) and time.monotonic() < deadline:
         reported += local.poll()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -119,7 +120,7 @@ def test_each_end_is_told_once_and_then_there_is_something_to_poll(transfers, tr
 
 
 def test_who_waits_and_fails_holds_up_nobody(transfer, caplog):
-    told = []
+    told: list[Any] = []
     transfer.on_end(lambda _: 1 / 0)
     transfer.on_end(told.append)
     transfer.fail(PeerLostError("x"))
@@ -139,7 +140,7 @@ def test_nothing_begins_once_it_is_closed(transfers):
 def test_many_threads_and_one_stop_make_one_report(transfers):
     for _ in range(20):
         transfer = begin(transfers, 1 << 40)
-        inside = []
+        inside: list[Any] = []
 
         def write(transfer=transfer, inside=inside):
             while transfer.enter():

@@ -5,7 +5,10 @@ import importlib.util
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,6 +17,7 @@ import pytest
 from kvferry.errors import (
     ConfigError,
     DecodeError,
+    HostError,
     KVFerryError,
     PeerLostError,
     StalledError,
@@ -23,23 +27,28 @@ from kvferry.layouts.copier import expand
 from kvferry.testing.transport_cases import large_case
 from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_peer import PeerProcess, pattern
-from kvferry.testing.transport_scene import LARGE, SMALL
+from kvferry.testing.transport_scene import LARGE, SMALL, Scene
 from kvferry.testing.unfenced_conformance import UnfencedTransportConformance
-from kvferry.transports import nixl_agents, nixl_reader, regions
+from kvferry.transports import nixl, nixl_agents, nixl_reader, regions
 from kvferry.transports.base import Transfer, TransferState, Transport, TransportOptions
 from kvferry.transports.nixl import NixlTransport
 from kvferry.transports.nixl_agents import (
-    Endpoint,
+    AgentEndpoint,
+    AgentOptions,
     Region,
     decode_endpoint,
     encode_endpoint,
     error_of,
+    has_rdma,
     nixl_errors,
 )
 from kvferry.transports.nixl_segments import merge
 
-OVER_TCP = MappingProxyType(
+OVER_TCP: Mapping[str, Any] = MappingProxyType(
     {"backend_params": {"UCX": {"engine_config": "TLS=tcp,KEEPALIVE_INTERVAL=1s"}}}
+)
+WITHOUT_CMA: Mapping[str, Any] = MappingProxyType(
+    {"backend_params": {"UCX": {"engine_config": "TLS=^cma"}}}
 )
 
 
@@ -49,40 +58,53 @@ needs_nixl = pytest.mark.skipif(
 )
 needed = [pytest.mark.slow, needs_nixl]
 UCX_ABORTS = (
-    "over TCP, UCX 1.22 may abort a process that resumes while it owes data to a reader that has "
-    "gone (ucp_request.inl: Fatal: unexpected error: Endpoint timeout)"
+    "where the source itself sends the data (over TCP, and over shared memory on a host that "
+    "forbids CMA), UCX 1.22 may abort a process that resumes while it owes data to a reader that "
+    "has gone (ucp_request.inl: Fatal: unexpected error: Endpoint timeout)"
 )
 
 
-class FencingOverTcp(TransportConformance):
-    """Peers that stop owe data when they resume, which their UCX may not survive."""
+def peer_of(scene: Scene) -> nixl_reader.NixlPeer:
+    assert isinstance(scene.peer, nixl_reader.NixlPeer)
+    return scene.peer
+
+
+class NixlConformance(TransportConformance):
+    """Peers that stop may owe data when they resume, which their UCX may not survive."""
 
     transport = NixlTransport
-    extra = OVER_TCP
 
-    @pytest.mark.usefixtures("stalls_soon")
     @pytest.mark.parametrize("when", ["before", "during"])
     def test_a_peer_that_stops_and_resumes_lands_nothing_late(
-        self, local: Transport, fresh_peer: PeerProcess, when: str
+        self, impatient: Transport, fresh_peer: PeerProcess, when: str
     ) -> None:
         """Nothing does, whatever becomes of the peer, which is asked for more at the very end."""
         try:
-            super().test_a_peer_that_stops_and_resumes_lands_nothing_late(local, fresh_peer, when)
+            super().test_a_peer_that_stops_and_resumes_lands_nothing_late(
+                impatient, fresh_peer, when
+            )
         except TransferError as error:
             if "the peer process ended" not in str(error):
                 raise
             pytest.xfail(UCX_ABORTS)
 
 
-class TestNixlTransport(TransportConformance):
-    """Over what UCX chooses on one host, which is shared memory."""
+class TestNixlTransport(NixlConformance):
+    """Over what UCX chooses on one host: shared memory, read by CMA where the host allows it."""
 
     pytestmark = needed
-    transport = NixlTransport
 
 
-class TestNixlTransportOverTcp(FencingOverTcp):
+class TestNixlTransportWithoutCma(NixlConformance):
+    """Over shared memory that the source itself fills, as on a host that forbids CMA."""
+
     pytestmark = needed
+    extra = WITHOUT_CMA
+
+
+class TestNixlTransportOverTcp(NixlConformance):
+    pytestmark = needed
+    extra = OVER_TCP
 
     def stopped_read(self, local: Transport, process: PeerProcess) -> tuple:
         """A scene whose peer has stopped, and a read from it that has been posted."""
@@ -91,7 +113,7 @@ class TestNixlTransportOverTcp(FencingOverTcp):
         process.suspend()
         scene.refill()
         transfer = scene.read()
-        self.wait_for(lambda: scene.peer.posts)
+        self.wait_for(lambda: bool(peer_of(scene).posts))
         return scene, transfer
 
     def test_a_cancelled_read_of_a_stopped_peer_ends_with_its_agent(
@@ -100,8 +122,9 @@ class TestNixlTransportOverTcp(FencingOverTcp):
         """What was posted cannot be taken back, and yet nothing lands when the peer resumes."""
         scene, transfer = self.stopped_read(local, fresh_peer)
         local.cancel(transfer)
-        assert transfer.state is TransferState.RUNNING
+        before = transfer.state
         self.wait(local, transfer)
+        assert before is TransferState.RUNNING
         assert transfer.state is TransferState.CANCELLED
         assert time.monotonic() - transfer.started > nixl_reader.END_S
         fresh_peer.resume()
@@ -125,7 +148,7 @@ class TestNixlTransportOverTcp(FencingOverTcp):
             read = scene.read()
             self.wait_for_bytes(read)
             (scene.peer if closing == "connection" else local).close()
-            self.wait_for(lambda: scene.peer.agent.agent is None and read.is_terminal)
+            self.wait_for(lambda: peer_of(scene).agent.agent is None and read.is_terminal)
         assert left
         assert not any(left)
 
@@ -161,36 +184,66 @@ class TestNixlTransportOverTcp(FencingOverTcp):
         self.assert_nothing_lands(scene)
 
 
-class TestConnectionsThatShareAnAgent(FencingOverTcp):
+class TestConnectionsThatShareAnAgent(NixlConformance):
     """All of them, over TCP: whatever ends the agent of one ends that of all."""
 
     pytestmark = needed
     extra = MappingProxyType({**OVER_TCP, "max_agents": 1})
 
-    @pytest.mark.usefixtures("stalls_soon")
+    def test_a_read_is_not_posted_to_a_source_that_is_forgotten(
+        self, local: Transport, healthy_peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It comes while the connection is made, after another one to the source was closed."""
+        closed = self.scene(local, healthy_peer, large_case(SMALL))
+        kept = self.scene(local, healthy_peer, large_case(SMALL))
+        self.wait(local, closed.read(), kept.read())
+        forgotten: list[str] = []
+        reads: list[Transfer] = []
+        forget, serve = nixl_agents.Agent.forget, nixl_agents.Agent.serve
+
+        def note(agent: nixl_agents.Agent, name: str) -> None:
+            forget(agent, name)
+            forgotten.append(name)
+
+        def read(agent: nixl_agents.Agent) -> None:
+            serve(agent)
+            if forgotten and not reads:
+                kept.refill()
+                reads.append(kept.read())
+
+        monkeypatch.setattr(nixl_agents.Agent, "forget", note)
+        monkeypatch.setattr(nixl_agents.Agent, "serve", read)
+        peer_of(kept).meets_until = time.monotonic() + 60.0
+        closed.peer.close()
+        self.wait_for(lambda: bool(reads))
+        self.wait(local, *reads)
+        assert reads[0].error is None
+        kept.assert_exact()
+
     def test_reads_go_on_when_the_agent_ends_because_of_another_connection(
-        self, local: Transport, healthy_peer: PeerProcess, fresh_peer: PeerProcess
+        self, impatient: Transport, healthy_peer: PeerProcess, fresh_peer: PeerProcess
     ) -> None:
         """They are posted again; the connection stays."""
-        stopped = self.scene(local, fresh_peer, large_case(SMALL))
-        healthy = self.scene(local, healthy_peer, large_case(LARGE))
-        self.wait(local, stopped.read(), healthy.read())
-        assert stopped.peer.agent is healthy.peer.agent
+        stopped = self.scene(impatient, fresh_peer, large_case(SMALL))
+        healthy = self.scene(impatient, healthy_peer, large_case(LARGE))
+        self.wait(impatient, stopped.read(), healthy.read())
+        agent = peer_of(healthy).agent
+        assert peer_of(stopped).agent is agent
         fresh_peer.suspend()
         stuck = stopped.read()
-        self.wait_for(lambda: stopped.peer.posts)
-        first = healthy.peer.agent.agent
+        self.wait_for(lambda: bool(peer_of(stopped).posts))
+        first = agent.agent
         healthy.refill()
         reads = []
         while not stuck.is_terminal:
             reads.append(healthy.read())
             self.wait_for(lambda: stuck.is_terminal or reads[-1].is_terminal)
-        self.wait(local, stuck, *reads)
+        self.wait(impatient, stuck, *reads)
         assert isinstance(stuck.error, StalledError)
         assert [read.error for read in reads if read.error] == []
         healthy.assert_exact()
-        assert healthy.peer.lost is None
-        assert healthy.peer.agent.agent is not first
+        assert peer_of(healthy).lost is None
+        assert peer_of(healthy).agent.agent is not first
         fresh_peer.resume()
 
 
@@ -210,15 +263,16 @@ class TestBackendsWithoutProof(UnfencedTransportConformance):
         self, fresh_peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Also after close, because no one else may ever have the memory."""
-        monkeypatch.setattr(regions, "_kept", kept := [])
-        local = self.transport.open(self.options())
+        kept: list[Any] = []
+        monkeypatch.setattr(regions, "_kept", kept)
+        local = NixlTransport.open(self.options())
         scene = self.scene(local, fresh_peer, large_case(LARGE))
         self.wait(local, scene.read())
         fresh_peer.suspend()
         transfer = scene.read()
-        self.wait_for(lambda: scene.peer.posts)
+        self.wait_for(lambda: bool(peer_of(scene).posts))
         scene.peer.close()
-        self.wait_for(lambda: scene.peer.agent.agent is None)
+        self.wait_for(lambda: peer_of(scene).agent.agent is None)
         assert transfer.state is TransferState.RUNNING
         local.close()
         assert transfer.state is TransferState.RUNNING
@@ -290,6 +344,57 @@ def test_a_connection_registers_only_the_memory_that_is_read_into(pair) -> None:
 
 @pytest.mark.slow
 @needs_nixl
+def test_agent_and_connection_are_made_before_the_first_read(
+    pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = pair
+    served: list[nixl_agents.Agent] = []
+    serve = nixl_agents.Agent.serve
+
+    def note(agent: nixl_agents.Agent) -> None:
+        served.append(agent)
+        serve(agent)
+
+    monkeypatch.setattr(nixl_agents.Agent, "serve", note)
+    peer = target.connect(source.endpoint())
+    deadline = time.monotonic() + 60
+    while peer.is_busy:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    made = peer.agent.agent
+    assert made is not None
+    assert served.count(made) > 10  # UCX makes connections while it is asked for news
+    calls = len(served)
+    assert wait(target, target.read(peer, *one_tile())).state is TransferState.DONE
+    assert peer.agent.agent is made
+    time.sleep(0.05)
+    assert served[calls:].count(made) == 0  # an idle connection costs nothing
+    served.clear()  # who holds an agent keeps its memory in use
+
+
+@pytest.mark.slow
+@needs_nixl
+def test_connections_of_one_agent_whose_metadata_differ_do_not_contend_for_it() -> None:
+    extra = {"max_agents": 1}
+    with (
+        NixlTransport.open(TransportOptions()) as source,
+        NixlTransport.open(TransportOptions(extra=extra)) as target,
+    ):
+        source.allocate(1 << 16)
+        target.allocate(1 << 16)
+        older = target.connect(source.endpoint())
+        source.allocate(1 << 16)
+        younger = target.connect(source.endpoint())
+        deadline = time.monotonic() + 10
+        while older.is_busy or younger.is_busy:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for peer in (older, younger, older):
+            assert wait(target, target.read(peer, *one_tile())).state is TransferState.DONE
+
+
+@pytest.mark.slow
+@needs_nixl
 def test_the_metadata_of_another_agent_is_refused(pair) -> None:
     source, target = pair
     peer = target.connect(with_changes(source.endpoint(), agent="somebody-else"))
@@ -328,8 +433,8 @@ def test_a_read_takes_as_many_posts_as_its_limits_say() -> None:
         assert transfer.segments == len(merge(expand(case.tiles, case.runs))) < SMALL // 512
 
 
-@pytest.mark.timed("The CPU time of all threads of the process counts.")
 @pytest.mark.slow
+@pytest.mark.timed("The CPU time of all threads of the process counts.")
 @needs_nixl
 def test_an_idle_transport_that_serves_takes_little_of_a_core(pair) -> None:
     before, began = time.process_time(), time.monotonic()
@@ -364,6 +469,24 @@ def test_a_backend_that_does_not_start_is_a_configuration_error() -> None:
 
 @pytest.mark.slow
 @needs_nixl
+@pytest.mark.parametrize("theirs", [True, False])
+@pytest.mark.parametrize("only_rdma", [True, False])
+def test_where_only_rdma_is_allowed_a_peer_without_it_is_out_of_reach(
+    only_rdma: bool, theirs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "has_rdma", lambda: True)
+    with NixlTransport.open(TransportOptions(extra={"only_rdma": only_rdma})) as transport:
+        assert decode_endpoint(transport.endpoint()).rdma
+        endpoint = with_changes(transport.endpoint(), rdma=theirs)
+        if theirs or not only_rdma:
+            transport.connect(endpoint).close()
+            return
+        with pytest.raises(PeerLostError, match=r"only_rdma: kvferry-.* has no active port"):
+            transport.connect(endpoint)
+
+
+@pytest.mark.slow
+@needs_nixl
 def test_every_error_of_nixl_is_mapped() -> None:
     from nixl import _bindings
 
@@ -386,6 +509,46 @@ def test_every_error_of_nixl_is_mapped() -> None:
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, TypeError, KeyError])
 def test_other_errors_of_its_bindings_are_mapped_too(kind: type[Exception]) -> None:
     assert type(error_of(kind("x"), "doing")) is TransferError
+
+
+@pytest.mark.parametrize(
+    ("state", "device", "found"),
+    [
+        ("4: ACTIVE", "uverbs0", True),
+        ("1: DOWN", "uverbs0", False),
+        ("4: ACTIVE", "rdma_cm", False),
+    ],
+)
+def test_rdma_needs_an_active_port_and_its_device(
+    state: str, device: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = tmp_path / "sys" / "mlx5_0" / "ports" / "1" / "state"
+    port.parent.mkdir(parents=True)
+    port.write_text(f"{state}\n")
+    (tmp_path / device).touch()
+    monkeypatch.setattr(nixl_agents, "_RDMA_PORTS", tmp_path / "sys")
+    monkeypatch.setattr(nixl_agents, "_RDMA_DEVICES", tmp_path)
+    assert has_rdma() is found
+
+
+def test_where_only_rdma_is_allowed_and_there_is_none_the_machine_lacks_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl, "has_rdma", lambda: False)
+    with pytest.raises(HostError, match="only_rdma: no port"):
+        NixlTransport.open(TransportOptions(extra={"only_rdma": True}))
+
+
+def test_settings_of_ucx_that_the_user_gives_come_last() -> None:
+    def settings(device_memory: bool, **params: str) -> str:
+        options = AgentOptions(backend_params={"UCX": params}, device_memory=device_memory)
+        return options.params("UCX")["engine_config"]
+
+    assert settings(False) == "KEEPALIVE_INTERVAL=1s"
+    assert settings(True) == "KEEPALIVE_INTERVAL=1s,CUDA_IPC_ENABLE_GET_ZCOPY=on"
+    assert settings(True, engine_config="CUDA_IPC_ENABLE_GET_ZCOPY=off").endswith(
+        "=on,CUDA_IPC_ENABLE_GET_ZCOPY=off"
+    )
 
 
 def test_a_mapped_error_holds_no_frames_of_nixl() -> None:
@@ -440,7 +603,7 @@ def test_an_endpoint_with_impossible_memory_is_refused(region: Region) -> None:
 
 
 def test_metadata_that_was_garbled_never_reaches_nixl() -> None:
-    garbled = Endpoint(
+    garbled = AgentEndpoint(
         agent="agent", metadata=b"other", digest=hashlib.sha256(b"meta").digest(), regions=()
     )
     with pytest.raises(DecodeError, match="garbled"):

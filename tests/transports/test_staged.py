@@ -2,22 +2,22 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvferry.errors import TransferError
-from kvferry.layouts.arrays import HOST, MemorySpan
+from kvferry.layouts.arrays import HOST, ByteArray, MemorySpan
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 from kvferry.testing import TransportConformance
+from kvferry.testing.host_device import HostCopyStream
 from kvferry.testing.wrapped import WrappedTransport
 from kvferry.transports import regions
 from kvferry.transports.base import (
     Addressing,
-    ByteArray,
     Peer,
     Transfer,
     TransferState,
@@ -85,14 +85,14 @@ class _Wire(Transport):
 class Scene:
     """A read of three chunks, all under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Sequence[HostCopyStream] = ()) -> None:
         self.cache = np.zeros(CHUNKS * NBYTES, dtype=np.uint8)
         span = MemorySpan(self.cache.ctypes.data, self.cache.nbytes, HOST)
-        self.staging = Staging([span], nbytes=4096, stall_timeout_s=10.0)
+        self.staging = Staging([span], nbytes=4096, stall_timeout_s=10.0, streams=streams)
         self.wire = _Wire()
         self.staged = StagedTransport(self.wire, self.staging)
         self.transfer = self.read()
-        assert len(self.wire.reads) == CHUNKS
+        self.wait_until(lambda: len(self.wire.reads) == CHUNKS)
 
     def read(self) -> Transfer:
         # Runs of unlike lengths make a chunk each.
@@ -116,6 +116,16 @@ def scene() -> Iterator[Scene]:
     yield scene
     scene.staged.close()
     scene.staging.close()
+
+
+@pytest.fixture
+def on_device() -> Iterator[tuple[Scene, list[HostCopyStream]]]:
+    """The same with a cache on a device, and the streams that unpack there."""
+    with HostCopyStream() as one, HostCopyStream() as other:
+        scene = Scene([one, other])
+        yield scene, [one, other]
+        scene.staged.close()
+        scene.staging.close()
 
 
 def end(transfer: Transfer, error: TransferError | None = None) -> None:
@@ -149,6 +159,71 @@ def test_once_a_chunk_failed_those_that_land_beside_it_never_reach_the_target(
     assert scene.staging.numbers.quarantined_bytes == 0
     scene.staging.close()  # waits for whatever is being unpacked
     assert not scene.cache.any()
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["cancelled", "torn"])
+def test_a_read_is_over_when_the_device_has_unpacked_what_it_was_asked_to(
+    on_device: tuple[Scene, list[HostCopyStream]], torn: bool
+) -> None:
+    scene, streams = on_device
+    for stream in streams:
+        stream.pause()
+    for transfer in scene.wire.reads[:2]:
+        end(transfer)
+    asked = threading.Event()
+    scene.staging.movers.submit(asked.set)  # behind the two chunks
+    assert asked.wait(60)
+    if torn:
+        end(scene.wire.reads[2], TransferError("torn"))
+    else:
+        scene.staged.cancel(scene.transfer)
+    streams[0].resume()
+    time.sleep(0.05)
+    assert not scene.transfer.is_terminal, "a chunk of the other stream may still land"
+    assert scene.staging.numbers.used_bytes > 0
+    streams[1].resume()
+    scene.wait_until(lambda: scene.transfer.is_terminal)
+    wanted = TransferState.FAILED if torn else TransferState.CANCELLED
+    assert scene.transfer.state is wanted
+    landed = np.count_nonzero(scene.cache)
+    assert landed == scene.transfer.bytes_done > NBYTES
+    end(scene.wire.reads[2])
+    scene.wait_until(lambda: scene.staging.numbers.used_bytes == 0)
+    assert np.count_nonzero(scene.cache) == landed
+
+
+def test_staging_memory_is_pinned_when_engines_meet() -> None:
+    cache = np.zeros(NBYTES, dtype=np.uint8)
+    span = MemorySpan(cache.ctypes.data, cache.nbytes, HOST)
+    with HostCopyStream() as stream:
+        staging = Staging([span], nbytes=4096, stall_timeout_s=10.0, streams=[stream])
+        staged = StagedTransport(_Wire(), staging)
+        assert not stream.pinned
+        staged.prepare(_Connection(), np.empty(0, dtype=TILE_DTYPE), 16)
+        deadline = time.monotonic() + 60
+        while not stream.pinned:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        staged.close()
+        staging.close()
+        assert not stream.pinned
+
+
+def test_movers_wait_for_no_device(on_device: tuple[Scene, list[HostCopyStream]]) -> None:
+    """One mover has all chunks unpacked while the device carries nothing out."""
+    scene, streams = on_device
+    for stream in streams:
+        stream.pause()
+    for transfer in scene.wire.reads:
+        end(transfer)
+    asked = threading.Event()
+    scene.staging.movers.submit(asked.set)
+    assert asked.wait(60), "the mover waits"
+    for stream in streams:
+        stream.resume()
+    scene.wait_until(lambda: scene.transfer.is_terminal)
+    assert scene.transfer.state is TransferState.DONE
+    assert np.count_nonzero(scene.cache == 7) == scene.transfer.nbytes
 
 
 def test_a_chunk_that_is_being_unpacked_keeps_a_failed_read_from_its_end(
@@ -203,7 +278,7 @@ def test_a_read_that_is_stopped_before_it_began_is_not_kept(
 
     monkeypatch.setattr(scene.staging.serial, "post", close_first)
     late = scene.read()
-    assert late.state is TransferState.FAILED
+    scene.wait_until(lambda: late.state is TransferState.FAILED)
     assert not scene.staged._reads
     assert len(scene.wire.reads) == CHUNKS
 

@@ -192,7 +192,7 @@ def test_sources_that_move_come_to_hold_equal_parts() -> None:
         pool.release(held.pop(0))
         held += [claim.slot for claim in claims if claim.slot and claim.slot not in held]
         claims = [claim for claim in claims if not claim.slot]
-    assert Counter(slot.source for slot in pool._used) == {"a": 10, "b": 10}
+    assert Counter(slot.source for slot in pool.used) == {"a": 10, "b": 10}
 
 
 def test_a_chunk_that_was_passed_over_is_next_when_the_slots_of_its_source_are_back() -> None:

@@ -2,6 +2,7 @@
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,18 +166,18 @@ def test_a_call_waits_as_often_as_it_may_and_goes_on_with_what_comes(side):
             if side == "sent":
                 other.extend(theirs.recv(64 << 10, socket.MSG_WAITALL))
             else:
-                theirs.sendall(memory[first : first + (64 << 10)])
+                theirs.sendall(memory[first : first + (64 << 10)].data)
 
     with ThreadPoolExecutor(1) as pool, ours, theirs:
         ours.setblocking(False)
         if side == "sent":
             args = ours.fileno(), part, addresses_of([memory]), *plan.pack(0), nbytes, waits
-            call = kernels.send
+            call: Any = kernels.send
         else:
             args = ours.fileno(), part, addresses_of([target]), *plan.unpack(0), nbytes, waits
             call = kernels.receive
         slow = pool.submit(slowly)
-        went = []
+        went: list[int] = []
         while sum(went) < nbytes:  # on a busy machine the other thread may not run for a while
             done, *_, failed = call(*args)
             assert failed == 0

@@ -3,12 +3,12 @@
 import contextlib
 import errno
 import math
-import select
 import socket
 import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -47,7 +47,7 @@ from kvferry.transports.wire_messages import (
     encode,
 )
 from kvferry.zeromq import error_of, tcp_address, zmq_errors
-from tests.transports.framed import Framed
+from tests.transports.framed import Framed, readable
 
 NBYTES = 1 << 16
 CHUNK = 1 << 13
@@ -152,16 +152,21 @@ def ended(local, transfer, timeout_s=60.0):
 def held(local):
     """The receiving thread does something else."""
     holding, release = threading.Event(), threading.Event()
-    local._reader.post(lambda: (holding.set(), release.wait(60)))
+    local.reader.post(lambda: (holding.set(), release.wait(60)))
     assert holding.wait(60)
     yield
     release.set()
 
 
 @pytest.fixture
-def under_way(server, local):
+def peer(server, local):
+    return local.connect(server.endpoint)
+
+
+@pytest.fixture
+def under_way(server, local, peer):
     """A read whose first chunk is in place: (the transfer, the server's request)."""
-    transfer = local.read(local.connect(server.endpoint), *tables())
+    transfer = local.read(peer, *tables())
     read = server.expect(Read)
     server.send_chunk(read.transfer, 0)
     until(lambda: transfer.bytes_done == CHUNK)
@@ -200,7 +205,7 @@ def test_what_came_while_the_reader_did_not_run_is_read_before_the_read_counts_a
         stands.set()
         goes_on.wait(60)
 
-    local._reader.post(stand)
+    local.reader.post(stand)
     assert stands.wait(60)
     for index in range(1, 8):
         server.send_chunk(read.transfer, index)
@@ -258,7 +263,7 @@ def test_random_replies_end_their_connection_only(local):
     assert (memory_of(local) == 7).all()
 
 
-def test_chunks_of_a_cancelled_read_do_not_land(server, local, under_way):
+def test_chunks_of_a_cancelled_read_do_not_land(server, local, peer, under_way):
     transfer, read = under_way
     local.cancel(transfer)
     assert ended(local, transfer).state is TransferState.CANCELLED
@@ -267,11 +272,13 @@ def test_chunks_of_a_cancelled_read_do_not_land(server, local, under_way):
     for index in range(1, 8):
         server.send_chunk(read.transfer, index)
     server.send(Refused(None, "TransferError", "the end"))  # behind them: they have come
-    until(lambda: transfer._peer.lost is not None)
+    until(lambda: peer.lost is not None)
     assert (memory_of(local) == 5).all()
 
 
-def test_the_rest_of_a_chunk_of_which_the_beginning_has_landed_does_not(server, local, under_way):
+def test_the_rest_of_a_chunk_of_which_the_beginning_has_landed_does_not(
+    server, local, peer, under_way
+):
     transfer, read = under_way
     server.send((read.transfer, 1, CHUNK), chunk_of(1)[: CHUNK // 2])
     until(lambda: (memory_of(local)[CHUNK : 3 * CHUNK // 2] == chunk_array(1)[: CHUNK // 2]).all())
@@ -279,7 +286,7 @@ def test_the_rest_of_a_chunk_of_which_the_beginning_has_landed_does_not(server, 
     assert ended(local, transfer).state is TransferState.CANCELLED
     memory_of(local)[:] = 5
     server.lines[0].tcp.sendall(chunk_of(1)[CHUNK // 2 :])
-    again = local.read(transfer._peer, *tables())
+    again = local.read(peer, *tables())
     server.expect(Cancel)
     second = server.expect(Read)
     assert (memory_of(local) == 5).all()
@@ -381,7 +388,8 @@ def test_a_read_that_begins_while_its_refusal_is_taken_in_names_the_reason(local
 
 def test_a_connection_that_always_has_more_leaves_others_their_turn(local, server, monkeypatch):
     monkeypatch.setattr(tcp_reader, "TURN_BYTES", CHUNK)
-    turns, ready = [], tcp_reader.TcpReader._ready
+    ready = tcp_reader.TcpReader._ready
+    turns: list[int] = []
 
     def noted(self, line):
         before = transfer.bytes_done
@@ -394,7 +402,7 @@ def test_a_connection_that_always_has_more_leaves_others_their_turn(local, serve
     with held(local):
         monkeypatch.setattr(tcp_reader.TcpReader, "_ready", noted)
         for line in peer.lines:
-            local._reader._watch(line, is_full=False)
+            local.reader._watch(line, is_full=False)
         for index in range(NBYTES // CHUNK):
             server.send_chunk(read.transfer, index)
     assert ended(local, transfer).state is TransferState.DONE
@@ -496,7 +504,7 @@ def test_a_read_of_one_chunk_takes_one_connection_and_no_other_may_send_it(serve
         peer = local.connect(server.endpoint)
         transfer = local.read(peer, *tables())
         lines = server.accept(), server.accept()
-        ((tcp, *_), *_) = select.select([line.tcp for line in lines], [], [], 60)
+        tcp = readable([line.tcp for line in lines], 60)
         asked, other = lines if tcp is lines[0].tcp else lines[::-1]
         read = asked.receive(TCP_REQUESTS)
         assert other.is_silent()
@@ -666,7 +674,7 @@ def test_a_source_that_stands_still_while_a_long_request_is_on_its_way_is_not_lo
             goes_on.wait(60)
 
         peer = target.connect(source.endpoint())
-        (serving,) = source._server.threads
+        (serving,) = source.server.threads
         until(lambda: [reader for reader in serving.readers if reader.welcome])
         serving.mailbox.post(stand)
         assert stands.wait(60)
@@ -712,11 +720,11 @@ def test_a_source_that_is_cut_off_is_known_though_its_process_does_not_run(idle)
         pytest.skip(str(error))
     with network:
         ours, theirs = network.add_host("reader"), network.add_host("source")
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         python = [sys.executable, "-c", CUT_OFF]
-        source = theirs.run([*python, "source", theirs.ipv4], **pipes)
+        source: Any = theirs.run([*python, "source", theirs.ipv4], **pipes)
         endpoint = source.stdout.readline().decode().strip()
-        reader = ours.run([*python, "reader", ours.ipv4, endpoint], **pipes)
+        reader: Any = ours.run([*python, "reader", ours.ipv4, endpoint], **pipes)
         assert reader.stdout.readline().startswith(b"done")
         theirs.pause()
         if idle:

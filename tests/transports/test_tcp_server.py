@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from kvferry.errors import ConfigError, HostError, PortInUseError
 from kvferry.layouts.copier import expand
 from kvferry.layouts.staging import stage
 from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
+from kvferry.testing.host_device import HostPackedTcpTransport
 from kvferry.testing.transport_cases import copy_slowly, large_case, random_case
 from kvferry.testing.transport_peer import pattern
 from kvferry.testing.waiting import until
@@ -41,11 +43,11 @@ REGION_BYTES = 1 << 20
 BLOCKS = REGION_BYTES // 4096
 
 
-@pytest.fixture
-def server():
-    """A transport that serves one region of pattern 1."""
+@pytest.fixture(params=[TcpTransport, HostPackedTcpTransport], ids=["in place", "packed"])
+def server(request):
+    """A transport that serves one region of pattern 1, or what a device packs of it."""
     options = TransportOptions(threads=1, extra={"chunk_bytes": 1 << 16})
-    with contextlib.closing(TcpTransport.open(options)) as opened:
+    with contextlib.closing(request.param.open(options)) as opened:
         _, memory = opened.allocate(REGION_BYTES)
         memory[:] = pattern(REGION_BYTES, 1)
         yield opened
@@ -60,9 +62,9 @@ class RawReader(Framed):
         if hello:
             self.send(Hello(self.endpoint.token, VERSION_MIN, VERSION_MAX))
 
-    def receive(self):
+    def receive(self, decoder=REPLIES):
         """The next message, or transfer and index of a chunk, whose bytes are in ``data``."""
-        return super().receive(REPLIES)
+        return super().receive(decoder)
 
     def refusal(self, message):
         """Sends, and returns the refusal that must be the answer."""
@@ -117,7 +119,7 @@ def request(transfer, tiles, runs, chunks=None, steps=b""):
 
 def readers_of(server):
     """What the server knows of its readers, once it knows of one."""
-    (serving,) = server._server.threads
+    (serving,) = server.server.threads
     return until(lambda: [reader for reader in serving.readers if reader.welcome])
 
 
@@ -301,7 +303,7 @@ def test_a_number_that_is_used_again_after_a_cancel_stands_for_the_new_read(serv
     reader.send(Cancel(1))
     reader.send(request(1, flat_tiles(source_offset=256), flat_runs(3), per_run(3)))
     until(lambda: served.reads.get(1) is not old)
-    answers = []
+    answers: list[Any] = []
     while len(answers) < 3 or answers[-3:] != [(1, 0), (1, 1), (1, 2)] or not reader.is_silent():
         answers.append(reader.receive())
     assert np.array_equal(
@@ -398,6 +400,7 @@ def test_nothing_of_a_read_is_kept_once_it_has_left(server, reader):
     until(lambda: table() is None, 60)
 
 
+@pytest.mark.parametrize("server", [TcpTransport], indirect=True)
 def test_a_run_of_any_size_is_packed_in_a_buffer_of_bounded_size(server, reader):
     """64 MiB of pieces of 512 bytes, all of one run of one tile."""
     tiles = flat_tiles(
@@ -420,7 +423,7 @@ def test_a_reader_that_takes_nothing_for_long_leaves_nothing(server, reader, mon
     reader.send(request(1, flat_tiles(), flat_runs(BLOCKS), plenty()))
     (served,) = readers_of(server)
     until(lambda: served.full)
-    (serving,) = server._server.threads
+    (serving,) = server.server.threads
     assert serving.readers == [served]
     monkeypatch.setattr("kvferry.transports.tcp_server.SILENCE_S", 0.2)
     serving.mailbox.post(lambda: setattr(serving, "_next_look", 0.0))
@@ -434,7 +437,7 @@ def test_a_reader_that_is_hung_is_dropped_while_another_is_always_served(
     reader.send(request(1, flat_tiles(), flat_runs(BLOCKS), plenty()))
     (served,) = readers_of(server)
     until(lambda: served.full)
-    (serving,) = server._server.threads
+    (serving,) = server.server.threads
     serve = serving._serve
     insatiable = _Reader(link=served.link)
     monkeypatch.setattr(
@@ -452,7 +455,7 @@ def test_a_reader_that_is_hung_is_dropped_while_another_is_always_served(
 def test_requests_take_turns_by_their_bytes(server, reader, monkeypatch):
     """The tables of a long one take a third of a second to look through."""
     (served,) = readers_of(server)
-    (serving,) = server._server.threads
+    (serving,) = server.server.threads
     long = encode(Read(1, b"x" * (5 << 20), b"", b""))
     messages = iter([long] * 9 + [None])
     monkeypatch.setattr(served.link, "receive", lambda _most: next(messages))
@@ -465,7 +468,7 @@ def test_a_reader_that_goes_leaves_nothing(server, reader):
     (served,) = readers_of(server)
     until(lambda: served.full)
     reader.close()
-    until(lambda: not server._server.threads[0].readers and not served.reads)
+    until(lambda: not server.server.threads[0].readers and not served.reads)
 
 
 def test_a_small_read_does_not_wait_for_a_large_one_of_another_reader(server, reader):
@@ -508,14 +511,14 @@ def test_threads_have_equal_shares_of_the_readers_whoever_else_connects():
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(contextlib.closing(TcpTransport.open(options)))
         server.allocate(REGION_BYTES)
-        threads = server._server.threads
+        threads = server.server.threads
         readers = []
         for count in range(1, 5):
             readers.append(stack.enter_context(contextlib.closing(RawReader(server))))
-            until(lambda count=count: sum(len(each.readers) for each in threads) == count)
+            until(lambda: sum(len(each.readers) for each in threads) == count)  # noqa: B023
             RawReader(server, hello=False).close()  # somebody looks whether the port is open
-            until(lambda count=count: sum(each.dealt for each in threads) == 2 * count)
-            until(lambda count=count: sum(each.gone for each in threads) == count)
+            until(lambda: sum(each.dealt for each in threads) == 2 * count)  # noqa: B023
+            until(lambda: sum(each.gone for each in threads) == count)  # noqa: B023
         for reader in readers:
             reader.send(request(1, flat_tiles(), flat_runs(1)))
             assert reader.receive() == (1, 0)
@@ -533,7 +536,7 @@ def test_the_tables_of_all_readers_are_bounded_over_all_threads(monkeypatch):
         for reader in readers:  # no more of it is taken than sockets hold
             reader.send(request(1, flat_tiles(), many, [(0, 1, 0, 12_000)] * 64))
         until(lambda: server.refused_messages)
-        held = sum(each.table_bytes for thread in server._server.threads for each in thread.readers)
+        held = sum(each.table_bytes for thread in server.server.threads for each in thread.readers)
         assert (1 << 20) < held <= 4 << 20
 
 
@@ -546,7 +549,7 @@ def test_strangers_who_say_nothing_are_bounded_and_drop_no_reader(server, reader
             for _ in range(10)
         ]
         assert all(stranger.is_ended() for stranger in strangers[:7])
-        until(lambda: len(server._server.threads[0].readers) == 4)  # the last one is taken in
+        until(lambda: len(server.server.threads[0].readers) == 4)  # the last one is taken in
         reader.send(request(2, flat_tiles(), flat_runs(1)))
         assert reader.receive() == (2, 0)
 
@@ -562,7 +565,7 @@ def test_two_threads_serve_readers_at_once():
                 assert reader.receive() == (5, 0)
                 got = np.frombuffer(reader.data, dtype=np.uint8)
                 assert np.array_equal(got, memory[: 3 * 4096])
-            assert [len(thread.readers) for thread in server._server.threads] == [2, 2]
+            assert [len(thread.readers) for thread in server.server.threads] == [2, 2]
 
 
 def test_a_thousand_random_and_truncated_messages_harm_nobody(server):
@@ -592,7 +595,7 @@ def test_a_thousand_random_and_truncated_messages_harm_nobody(server):
                 assert np.array_equal(memory, expected)
         until(lambda: server.refused_messages > 300)
         # All that is left is the honest one, and the listener still welcomes.
-        until(lambda: len(server._server.threads[0].readers) == 1)
+        until(lambda: len(server.server.threads[0].readers) == 1)
     with contextlib.closing(RawReader(server)) as last:
         last.send(request(1, flat_tiles(), flat_runs(1)))
         assert last.receive() == (1, 0)

@@ -1,7 +1,6 @@
 """The tcp transport with ``encrypt_data``: nobody on the way reads or answers."""
 
 import contextlib
-import select
 import socket
 import ssl
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 
 from kvferry.errors import ConfigError, DecodeError, IncompatibleError, PeerLostError
 from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
+from kvferry.testing.host_device import HostPackedTcpTransport
 from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_peer import pattern
 from kvferry.testing.waiting import until
@@ -34,7 +34,7 @@ from kvferry.transports.wire_messages import (
     encode,
     encode_table,
 )
-from tests.transports.framed import Framed
+from tests.transports.framed import Framed, readable
 
 ENCRYPTED = MappingProxyType({"encrypt_data": True})
 BLOCKS, BLOCK_BYTES = 24, 1 << 15
@@ -54,6 +54,11 @@ class TestTcpTransportEncrypted(TransportConformance):
     @pytest.fixture(autouse=True)
     def _needs(self):
         needs_cryptography()
+
+
+@pytest.mark.slow
+class TestTcpTransportThatPacksEncrypted(TestTcpTransportEncrypted):
+    transport = HostPackedTcpTransport
 
 
 class Relay:
@@ -232,7 +237,7 @@ def test_what_was_queued_before_the_handshake_leaves_when_it_is_over(source, mon
 
     def receive_late(self, line):
         if not line.link._is_shaken:
-            select.select([line.link.descriptor], [], [], 60)
+            readable([line.link.descriptor], 60)
         receive(self, line)
 
     monkeypatch.setattr(TlsLink, "_shake", shake_once_polled)
@@ -286,7 +291,7 @@ def test_of_a_long_piece_counts_what_has_left_although_the_rest_has_not(monkeypa
                     np.array([(0, 1, 0, 1)], CHUNK_DTYPE).tobytes(),
                 )
             )
-            (serving,) = server._server.threads
+            (serving,) = server.server.threads
             until(lambda: any(0 < each.link.left < nbytes for each in serving.readers))
             assert slow.receive(REPLIES) == (1, 0)
             assert len(slow.data) == nbytes

@@ -16,13 +16,13 @@ from kvferry.errors import (
     PortInUseError,
     TransferError,
 )
+from kvferry.testing.host_device import HostPackedUcxTransport
 from kvferry.testing.transport_cases import large_case
 from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_scene import SMALL
 from kvferry.transports.base import Transfer, TransferState, TransportOptions
 from kvferry.transports.ucx import UcxTransport
-from kvferry.transports.ucx_link import ucx_errors
-from kvferry.transports.ucx_server import UcxServer
+from kvferry.transports.ucx_link import UcxLink, ucx_errors
 from kvferry.transports.wire_messages import Hello, decode_endpoint, encode
 
 needs_ucxx = pytest.mark.skipif(
@@ -35,14 +35,17 @@ needed = [pytest.mark.slow, needs_ucxx]
 class TestUcxTransport(TransportConformance):
     pytestmark = needed
     transport = UcxTransport
-    short_stall_timeout_s = 3.0  # the first message of a connection may take a second
 
 
 class TestUcxTransportOverTcp(TransportConformance):
     pytestmark = needed
     transport = UcxTransport
-    short_stall_timeout_s = 3.0  # the first message of a connection may take a second
     extra = MappingProxyType({"config": {"TLS": "tcp"}, "chunk_bytes": 65536})
+
+
+class TestUcxTransportThatPacks(TransportConformance):
+    pytestmark = needed
+    transport = HostPackedUcxTransport
 
 
 @pytest.fixture
@@ -116,8 +119,10 @@ def test_a_chunk_that_was_cut_short_is_never_unpacked(
     pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target, case = pair
-    pack = UcxServer._pack
-    monkeypatch.setattr(UcxServer, "_pack", lambda *args: pack(*args)[:-100].copy())
+    send = UcxLink.send_buffer
+    monkeypatch.setattr(
+        UcxLink, "send_buffer", lambda link, tag, chunk: send(link, tag, chunk[:-100].copy())
+    )
     transfer = target.read(target.connect(source.endpoint()), case.tiles, case.runs)
     assert isinstance(wait(target, transfer).error, DecodeError)
     assert transfer.bytes_done == 0
@@ -133,9 +138,9 @@ def test_a_lying_reader_ends_its_own_connection_only(pair, frame: bytes) -> None
     good, bad = target.connect(source.endpoint()), target.connect(source.endpoint())
     for peer in (good, bad):
         wait(target, target.read(peer, case.tiles, case.runs))
-    target._reader.post(lambda: bad.link.send(frame))
+    target.reader.post(lambda: bad.link.send(frame))
     deadline = time.monotonic() + 60
-    while not source._server.refused:
+    while not source.server.refused:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert wait(target, target.read(good, case.tiles, case.runs)).state is TransferState.DONE

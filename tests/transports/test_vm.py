@@ -210,6 +210,9 @@ def test_a_peer_in_another_pid_namespace_says_so(transport):
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
         endpoint = os.read(child.stdout.fileno(), 65536)
         if not endpoint:
             pytest.skip(f"unshare: {child.stderr.read().decode().strip()}")

@@ -5,6 +5,7 @@ import errno
 import mmap
 import os
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from kvferry.layouts import RUN_DTYPE, TILE_DTYPE, blank_runs, num_bytes
 from kvferry.layouts.tiles import as_rows
 from kvferry.testing.transport_cases import copy_slowly, random_case
 from kvferry.testing.transport_peer import pattern
+from kvferry.transports.iovec import MAX_ROWS
 from kvferry.transports.vm import ProcessCopy
-from kvferry.transports.vm_bounce import MAX_SPANS, SPAN_BYTES, new_bounce
+from kvferry.transports.vm_bounce import SPAN_BYTES, new_bounce
 from kvferry.transports.vm_kernels import read_table
 
 PROPERTY = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
@@ -119,9 +121,9 @@ def test_long_equal_pieces_go_straight_to_their_place():
 
 def test_more_pieces_than_one_call_takes_are_all_read():
     _, pieces, nbytes = check_grid(
-        MAX_SPANS + 7, 1, 1, piece=4096, source=(2, 1, 1), target=(1, 1, 1), seed=4
+        MAX_ROWS + 7, 1, 1, piece=4096, source=(2, 1, 1), target=(1, 1, 1), seed=4
     )
-    assert (pieces, nbytes) == (MAX_SPANS + 7, (MAX_SPANS + 7) * 4096)
+    assert (pieces, nbytes) == (MAX_ROWS + 7, (MAX_ROWS + 7) * 4096)
 
 
 def turned_round(tiles, runs):
@@ -134,7 +136,7 @@ def turned_round(tiles, runs):
 
 
 def test_one_span_of_the_source_goes_to_more_pieces_than_one_call_takes():
-    count, piece = 2 * MAX_SPANS + 7, 8192
+    count, piece = 2 * MAX_ROWS + 7, 8192
     tiles, runs = turned_round(
         *grid(count, 1, 1, piece=piece, source=(1, 1, 1), target=(1, 1, 1), seed=6)
     )
@@ -238,8 +240,9 @@ class _Here:
 def test_chunks_cover_everything_once_whoever_takes_them(threads):
     tiles, runs = grid(300, 16, 4, piece=64, source=(64, 4, 1), target=(64, 1, 16), seed=5)
     source, target = pattern(300 * 4096, 1), np.zeros(300 * 4096, dtype=np.uint8)
+    here: Any = _Here()
     copy = ProcessCopy(
-        _Here(),
+        here,
         addresses([source]),
         addresses([target]),
         tiles,

@@ -4,23 +4,25 @@ import contextlib
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from benchmarks.remote import ROOT
 from benchmarks.vllm_servers.client import complete, less_likely
 from benchmarks.vllm_servers.front import in_front, router
 from benchmarks.vllm_servers.models import tiny_model
 from benchmarks.vllm_servers.pair import Pair, pair_options, running
 from benchmarks.vllm_servers.ports import free_port, free_ports
-from benchmarks.vllm_servers.server import PYTHON, ROOT, ServerOptions
+from benchmarks.vllm_servers.server import PYTHON, ServerOptions
 
 collect_ignore = ["absent", "plugin"]
 """What servers import, vLLM among it, is no test."""
 ROUTERS = ROOT / os.environ.get("KVFERRY_TEST_ROUTERS", ".venv-routers") / "bin" / "python"
 """The environment of ``vllm-router``; `make test-vllm` sets it up."""
 PROXY = PYTHON.parents[1] / "examples" / "toy_proxy_server.py"
-_RUNNING = []
+_RUNNING: list[Any] = []
 """Servers whose logs are shown beside a failure."""
 
 

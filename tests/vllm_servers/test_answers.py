@@ -7,6 +7,7 @@ thinks and calls tools because structured output leaves it no other words.
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -193,7 +194,7 @@ def stream_of(text):
     """What events say together: their fields, and what each place of them gained."""
     events = [json.loads(line[5:]) for line in text.splitlines() if line.startswith("data: {")]
     kinds = {event.get("type", "") for event in events}
-    gained = {}
+    gained: dict[Any, Any] = {}
     for event in map(masked, events):
         for place, value in pieces(event, event.get("type", "")):
             if isinstance(value, str) and place.endswith(PIECES):

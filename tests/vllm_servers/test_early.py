@@ -17,8 +17,8 @@ from benchmarks.vllm_servers.models import hybrid_model, tiny_model
 from benchmarks.vllm_servers.pair import Shape
 from kvferry.control.client import ControlClient, fetch_status
 from kvferry.control.options import ControlOptions
-from kvferry.control.tickets import Transfer
-from kvferry.control.timeline import gather
+from kvferry.control.tickets import TransferId
+from kvferry.observe.timeline import gather
 from kvferry.testing.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -93,7 +93,7 @@ def control(server):
 
 def send(pair, prompt, clients, request_id=None):
     """The request at both servers; the futures of their answers."""
-    transfer = Transfer.begin(control(pair.prefill), KEY.encode()).text
+    transfer = TransferId.begin(control(pair.prefill), KEY.encode()).text
     lent = {"do_remote_decode": True, "do_remote_prefill": False, "transfer": transfer}
     loaded = {"do_remote_prefill": True, "transfer": transfer}
     ask = {"request_id": request_id, "timeout_s": WAIT_S}
@@ -174,7 +174,7 @@ def test_a_prompt_that_is_aborted_fails_its_load_or_is_computed_by_decode(
         pytest.skip("one pair will do")
     for _ in range(200):
         prompt = prompt_of(1900)
-        transfer = Transfer.begin(control(pair.prefill), KEY.encode()).text
+        transfer = TransferId.begin(control(pair.prefill), KEY.encode()).text
         loaded = {"do_remote_prefill": True, "transfer": transfer}
         answer = clients.submit(
             complete, pair.decode.url, prompt, 16, kv_transfer_params=loaded, timeout_s=WAIT_S

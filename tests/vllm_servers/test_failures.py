@@ -11,6 +11,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -54,7 +55,7 @@ class Cluster:
         self._servers = {server.options.name: server for server in servers}
 
     def _options(self, name, role, block_size):
-        policy = name if name in POLICIES else "recompute"
+        policy: Any = name if name in POLICIES else "recompute"
         return ServerOptions(
             name=name,
             model=tiny_model(),

@@ -24,7 +24,7 @@ def miscounting(start):
         decode = dataclasses.replace(
             decode,
             transfer={
-                **decode.transfer,
+                **(decode.transfer or {}),
                 "kv_connector": "MiscountingConnector",
                 "kv_connector_module_path": "miscounting",
             },

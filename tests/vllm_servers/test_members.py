@@ -10,6 +10,7 @@ import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -19,8 +20,8 @@ from benchmarks.vllm_servers.connectors import KVFerry
 from benchmarks.vllm_servers.models import tiny_model
 from benchmarks.vllm_servers.pair import CACHE_USED, EXTERNAL_TOKENS
 from benchmarks.vllm_servers.server import ServerOptions
-from kvferry.cluster.router_client import RouterClient
 from kvferry.control.client import fetch_status
+from kvferry.router.router_client import RouterClient
 from kvferry.testing.waiting import until
 from tests.load import Load, tokens_in
 
@@ -170,7 +171,12 @@ class Members:
 
     def check_nothing_is_stranded(self):
         for server in self.servers.values():
-            until(lambda server=server: not server.metrics()[CACHE_USED], WAIT_S)
+            until(partial(holds_nothing, server), WAIT_S)
+
+
+def holds_nothing(server):
+    """Whether no request has blocks of a server's KV cache."""
+    return not server.metrics()[CACHE_USED]
 
 
 def asking(members):

@@ -13,8 +13,8 @@ from benchmarks.vllm_servers.models import tiny_model
 from benchmarks.vllm_servers.pair import EXTERNAL_TOKENS, Pair
 from benchmarks.vllm_servers.ports import free_ports
 from benchmarks.vllm_servers.server import ServerOptions
-from kvferry.cluster.prefixes import CachedBlocks, Prompt
 from kvferry.control.cache_events import CacheEventSubscriber
+from kvferry.router.prefixes import CachedBlocks, Prompt
 from kvferry.testing.waiting import until
 
 ONLY_CACHED = {"do_remote_decode": True, "do_remote_prefill": False, "only_cached": True}
@@ -55,6 +55,7 @@ def test_a_conversation_goes_to_and_fro(both):
         history += [draw.randrange(8, model.vocab_size) for _ in range(300 if turn == 0 else 40)]
         cached = complete(both.decode.url, history, 1, kv_transfer_params=ONLY_CACHED)
         params = cached.kv_transfer_params
+        assert params is not None
         assert (params["remote_num_tokens"] > 0) == (turn > 0)
         before = external_tokens(both.prefill)
         ticket = complete(
@@ -76,6 +77,7 @@ def test_a_server_that_has_computed_nothing_borrows_all_that_the_other_has(both)
     expected = alone(both.prefill, prompt)
     assert complete(both.decode.url, prompt, 16).tokens == expected
     params = complete(both.decode.url, prompt, 1, kv_transfer_params=ONLY_CACHED).kv_transfer_params
+    assert params is not None
     assert params["remote_num_tokens"] == 640
     before = external_tokens(both.prefill)
     assert complete(both.prefill.url, prompt, 16, kv_transfer_params=params).tokens == expected

@@ -12,28 +12,30 @@ import dataclasses
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from benchmarks.vllm_servers.connectors import KVFerry
 from benchmarks.vllm_servers.pair import Pair, pair_options
-from benchmarks.vllm_states import LENGTHS, MODELS, SHAPES, TIE_NATS
-from kvferry.connectors.base import TransferRecord
+from benchmarks.vllm_shapes import TRIALS
 from kvferry.connectors.records import digest_mismatch
+from kvferry.observe.records import TransferRecord
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # three servers start in the first test
 PLUGIN = Path(__file__).parent / "plugin"
+TRIAL = TRIALS["vllm_states"]
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=list(TRIAL.models))
 def model(request):
-    return MODELS[request.param]()
+    return TRIAL.models[request.param]()
 
 
-@pytest.fixture(scope="module", params=list(SHAPES))
+@pytest.fixture(scope="module", params=list(TRIAL.shapes))
 def shapes(request):
-    return SHAPES[request.param]
+    return TRIAL.shapes[request.param]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Recorded:
 
     def records(self, direction):
         """Lease → its records of one side."""
-        found = {}
+        found: dict[Any, Any] = {}
         for path in self.folder.iterdir():
             for line in path.read_bytes().splitlines():
                 record = msgspec.json.decode(line, type=TransferRecord)
@@ -58,11 +60,12 @@ class Recorded:
 def recorded(shapes, model, start, tmp_path_factory):
     folder = tmp_path_factory.mktemp("records")
     connector = KVFerry(extra={"record_digests": True})
+    prefill_shape, decode_shape = shapes
     options = [
         dataclasses.replace(
             each,
             transfer={
-                **each.transfer,
+                **(each.transfer or {}),
                 "kv_connector": "RecordingConnector",
                 "kv_connector_module_path": "recording",
             },
@@ -72,7 +75,7 @@ def recorded(shapes, model, start, tmp_path_factory):
                 "RECORDS": str(folder),
             },
         )
-        for each in pair_options(model, *shapes, connector)
+        for each in pair_options(model, prefill_shape, decode_shape, connector)
     ]
     with start(options) as servers:
         yield Recorded(Pair(*servers), folder)
@@ -99,7 +102,7 @@ def test_one_request_at_a_time_has_a_lone_servers_tokens(
 ):
     pair, before = recorded.pair, len(recorded.records("recv"))
     ties = []
-    for length in LENGTHS:
+    for length in TRIAL.lengths:
         prompt = prompt_of(length)
         external = pair.external_tokens()
         tokens, alone = pair.ask(prompt).tokens, reference.tokens(model, prompt)
@@ -108,11 +111,11 @@ def test_one_request_at_a_time_has_a_lone_servers_tokens(
             if ours != theirs:
                 ties.append(reference.less_likely(model, [*prompt, *alone[:at]], ours))
                 break
-    assert_every_cell_arrived(recorded, before + len(LENGTHS))
-    equal = len(LENGTHS) - len(ties)
-    print(f"{equal} of {len(LENGTHS)} answers are a lone server's, {ties=}")
+    assert_every_cell_arrived(recorded, before + len(TRIAL.lengths))
+    equal = len(TRIAL.lengths) - len(ties)
+    print(f"{equal} of {len(TRIAL.lengths)} answers are a lone server's, {ties=}")
     if all(shape.tp == 1 for shape in shapes):
-        assert all(tie < TIE_NATS for tie in ties)
+        assert all(tie < TRIAL.tie_nats for tie in ties)
     assert pair.idle()
 
 

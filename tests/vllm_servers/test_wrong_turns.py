@@ -7,11 +7,12 @@ tests/integrations/vllm/test_wrong_turns.py. Here they come through vLLM's log a
 import httpx
 import pytest
 
+from benchmarks.programs import ServerError
 from benchmarks.vllm_servers.client import RefusalError, complete
 from benchmarks.vllm_servers.connectors import KVFerry
 from benchmarks.vllm_servers.models import hybrid_model, tiny_model
 from benchmarks.vllm_servers.pair import Pair
-from benchmarks.vllm_servers.server import ServerError, ServerOptions
+from benchmarks.vllm_servers.server import ServerOptions
 from kvferry.testing.waiting import until
 from tests.wrong_turns import told_among
 

@@ -1,4 +1,4 @@
-"""The connector that ships: decode workers pull leased blocks from prefill workers."""
+"""The built-in connector: the ranks of decode engines read leased blocks of prefill engines."""
 
 from kvferry.connectors.base import (
     ConnectorContext,
@@ -11,10 +11,11 @@ from kvferry.connectors.pull.metadata import PullMetadata
 
 
 class PullConnector(KVConnector):
-    """Prefill engines lease the blocks of finished prompts; decode engines read them in place.
+    """Prefill engines lease the blocks of finished prompts; decode engines read the blocks in
+    place.
 
-    One handshake per engine pair, between the scheduler halves; plans are computed once per pair
-    on each rank; a load counts only after the source confirmed that the lease still held.
+    Each pair of engines makes one handshake, between the scheduler halves. Each rank computes its
+    plans once per pair of engines. A load counts only after the source has confirmed the lease.
     """
 
     ExtraConfig = PullConfig

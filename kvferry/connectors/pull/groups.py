@@ -1,9 +1,10 @@
-"""The KV cache groups of a source engine as a target sees them: what of each a load moves.
+"""The KV cache groups of a source engine as a target sees them, and the tokens of each that a load
+moves.
 
-A load is of the tokens ``[first_token, num_tokens)``: the ones before are here already, the one
-after is computed here. Of layers with a window only those of them must move that token
-``num_tokens`` and later ones still see. The rest of the target's block in which they begin moves
-with them if the source still has it, for a block that is whole may become a prefix hit::
+A load covers the tokens ``[first_token, num_tokens)``: the target has the tokens before, and
+computes the token after. For layers with a window, only the tokens must move that token
+``num_tokens`` and later tokens still see. The rest of the first target block moves too if the
+source still has the tokens, because a whole block may become a prefix hit::
 
     source   | null | null |   b  |   b  |   b  |
     needed                      xxxxxxxxxxxxxxx
@@ -28,18 +29,19 @@ def first_needed_token(pair: GroupPair, first_token: int, num_tokens: int) -> in
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What a load fills of our groups."""
+    """The tokens of our groups that a load fills."""
 
     first_token: int
-    """The tokens before it were here already."""
+    """First token of the load; the tokens before were in our cache already."""
     starts: tuple[int, ...]
-    """For each group, the token from which on the load fills it."""
+    """First token that the load fills, for each group."""
     partial: frozenset[int]
-    """Groups of which it leaves out tokens that they keep themselves."""
+    """Groups in which the load leaves out tokens that the groups keep themselves."""
 
     @property
     def first_tokens(self) -> tuple[int, ...]:
-        """For each group, the first token that is there at all: nothing was, or all before it.
+        """For each group, the first token that the cache holds: ``starts`` if tokens are missing
+        before, else 0.
 
         >>> Filled(first_token=8, starts=(8, 11), partial=frozenset()).first_tokens
         (0, 11)
@@ -53,9 +55,9 @@ class SourceGroups:
 
     engine_id: str
     geometries: tuple[GroupGeometry, ...]
-    """One per group of the source."""
+    """Geometry of each group of the source."""
     targets: tuple[GroupGeometry, ...]
-    """One per group of ours."""
+    """Geometry of each group of ours."""
     pairs: tuple[GroupPair, ...]
 
     @classmethod
@@ -71,32 +73,37 @@ class SourceGroups:
 
     @property
     def part_tokens(self) -> int:
-        """Tokens at whose multiples a part of a load may end: there a block ends on both sides."""
+        """Number of tokens at whose multiples a part of a load may end: a block ends there on both
+        sides.
+        """
         sides = (*self.geometries, *self.targets)
         return math.lcm(*(group.virtual_block_size for group in sides))
 
     def moves_early(self, pair: GroupPair) -> bool:
-        """Whether a pair can move while its source still computes: not what keeps a window or a
-        state, of which only the end says what moves.
+        """Whether a pair can move while its source still computes. A pair with a window or a state
+        cannot: only the end of the prompt decides which of its tokens move.
         """
         sides = self.geometries[pair.source_group], self.targets[pair.target_group]
         is_whole = pair.sliding_window is None and pair.attention_chunk_size is None
         return is_whole and not any(side.is_recurrent for side in sides)
 
     def early_starts(self, first_token: int, num_tokens: int) -> tuple[int, ...]:
-        """What :meth:`starts` will be, once the source has computed the prompt, for the pairs that
-        can move before; ``num_tokens`` for the others.
+        """The starts of an early load: for the pairs that can move early, the value that
+        :meth:`starts` will have once the source has computed the prompt; ``num_tokens`` for the
+        other pairs.
         """
         return tuple(first_token if self.moves_early(pair) else num_tokens for pair in self.pairs)
 
     def check_kept(self, ticket: Ticket, first_token: int, num_tokens: int) -> None:
-        """Checks that the source still keeps what a load of ``[first_token, num_tokens)`` moves.
+        """Checks that the source still keeps the tokens that a load of ``[first_token,
+        num_tokens)`` moves.
 
         Raises:
-            TicketError: the ticket is for another number of groups, or a recurrent state is
-                wanted after fewer tokens than the source computed.
+            TicketError: the ticket is for another number of groups, or a recurrent state is wanted
+                after fewer tokens than the source computed.
             BlockTableError: a table is too short.
-            NullBlockError: a block was let go, because the source computed on past its window.
+            NullBlockError: a needed block was freed, because the source computed on past its
+                window.
         """
         for what, number in (
             ("block tables", len(ticket.block_ids)),
@@ -141,11 +148,12 @@ class SourceGroups:
     def _start(self, pair: GroupPair, ticket: Ticket, first_token: int, num_tokens: int) -> int:
         needed = first_needed_token(pair, first_token, num_tokens)
         if pair.is_partial or needed == num_tokens:
-            return needed  # no block is ever a hit for it, or none moves at all
+            return needed  # its blocks are never hits, or none move
         source_size = self.geometries[pair.source_group].virtual_block_size
         target_size = self.targets[pair.target_group].virtual_block_size
         if self.targets[pair.target_group].is_recurrent:
-            # A state fills its block: whatever block of the source it lies in, there is no more.
+            # A state fills its block; the source has nothing more, in whichever block the state
+            # lies.
             return max(first_token, needed // target_size * target_size)
         wanted = max(first_token, _first_there(ticket, pair), needed // target_size * target_size)
         table = ticket.block_ids[pair.source_group]
@@ -155,10 +163,10 @@ class SourceGroups:
         return wanted
 
     def check_filled(self, ticket: Ticket, first_token: int, num_tokens: int) -> None:
-        """Checks that a load fills every block of ours that it touches, or its end.
+        """Checks that a load fills every block of ours that it touches, or the end of such a block.
 
         Raises:
-            IncompatibleError: a block would lack tokens before those that move.
+            IncompatibleError: a block would lack tokens before the tokens that move.
         """
         starts = self.starts(ticket, first_token, num_tokens)
         partial = self.filled(starts, first_token, num_tokens).partial
@@ -178,7 +186,7 @@ class SourceGroups:
             raise IncompatibleError(self.engine_id, lacking)
 
     def filled(self, starts: Sequence[int], first_token: int, num_tokens: int) -> Filled:
-        """What a load of ``[first_token, num_tokens)`` with these starts fills."""
+        """The tokens that a load of ``[first_token, num_tokens)`` with these starts fills."""
         firsts = [0] * len(self.targets)
         for pair, start in zip(self.pairs, starts, strict=True):
             firsts[pair.target_group] = max(firsts[pair.target_group], start)

@@ -1,27 +1,36 @@
 """The loads of one rank: bound, read, confirmed.
 
-A load reads what each source rank gives of each pair of KV cache groups; each of these is a
-transfer. When no transfer can change the cache any more the source is told (``Finish``), and its
-answer is the confirm: only then does the load count.
+A load reads from each source rank, for each pair of KV cache groups; each such read is a transfer.
+When no transfer can change the cache any more, the rank tells the source (``Finish``). The source's
+answer is the confirm: only then the load counts.
 
-A load changes threads as seldom as can be. The step thread binds it and starts its transfers; short
-ones are copied there and then. Whoever ends the last transfer sends the Finish, and whoever finds
-its answer in the socket concludes the load; the step thread looks there itself before it asks what
-has ended::
+A load changes threads as seldom as possible. The step thread binds the load and starts its
+transfers; short transfers are copied on the step thread. The thread that ends the last transfer
+sends the Finish, and the thread that finds the answer in the socket concludes the load. The step
+thread looks into the socket itself before it takes the ended loads::
 
     step thread    start ─ bind ─ read ─┐                               ┌─ pump ─ take_ended
     mover                               └─ copy ─ ended ─ Finish ──▶ P ──▶ held
 
-A load whose source still computes the prompt is read in parts: :meth:`Loads.read_on` says when
-there is more. Each token is read once, and what was said of a load holds for all its parts
-together: one Finish, one answer. Where the lease was revoked meanwhile and there is another, all of
-it is read again, as soon as nothing of the first reads can change the cache any more.
+A load whose source still computes the prompt is read in parts: the engine calls
+:meth:`Loads.read_on` when more tokens can be read. Each token is read once. All parts together have
+one Finish and one answer. If the lease was revoked meanwhile and there is another lease, all tokens
+are read again, as soon as no transfer of the first lease can change the cache any more.
 
-What takes long has a thread of its own: connecting to an engine, cutting a long load for staging,
+Long work has a thread of its own: connecting to an engine, cutting a long load for staging,
 digests.
+
+:class:`RankLoadState` is the state of a load::
+
+    WAITING ─ read ──▶ READING ─ read the rest ──▶ ALL_BEGUN ─ settled ──▶ CONFIRMING
+       ▲                  └──────┬─────────────────────┘                       ▲
+       └─ settled ─ STALE ◀─ another lease          failed, and settled ───────┘
+
+A load is settled when none of its transfers can change the cache any more; a load may fail in every
+state.
 """
 
-import logging
+import enum
 import secrets
 import time
 from collections import deque
@@ -30,14 +39,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvferry.connectors.base import TransferRecord
-from kvferry.connectors.pull.metadata import LoadSpec
-from kvferry.connectors.pull.peer import Move, PairPlan, SourcePeer, TargetRank
+from kvferry.connectors.pull.metadata import LoadSpec, ids_of
+from kvferry.connectors.pull.peer import (
+    Move,
+    PairPlan,
+    SourcePeer,
+    SourcePeers,
+    TargetRank,
+    as_load_error,
+)
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import FinishAnswer
 from kvferry.control.proofs import lease_of
 from kvferry.errors import (
-    BlockTableError,
     CancelledError,
     KVFerryError,
     LeaseRevokedError,
@@ -45,28 +59,60 @@ from kvferry.errors import (
 )
 from kvferry.lifetimes import Closing
 from kvferry.mailbox import Mailbox, Serial
+from kvferry.observe.records import TransferRecord
 from kvferry.topology import GroupPair
 from kvferry.topology.description import EngineDescription
-from kvferry.transports.base import Waitable, as_transfer_error
-
-logger = logging.getLogger(__name__)
+from kvferry.transports.base import Waitable
 
 CONFIRM_ATTEMPTS = 3
-"""How often the source is asked whether a load counts before it is given up."""
+"""Number of times that the source is asked whether a load counts before the load is given up."""
 
 CUT_TOKENS = 8192
-"""Tokens from which on the step thread does not start a staged load itself: cutting one of 131,072
-for the staging memory takes a second. A placed one of as many is started in 2 ms."""
+"""Number of tokens above which the step thread does not start a staged load itself: cutting a load
+of 131,072 tokens for the staging memory takes a second. A placed load of as many tokens starts in 2
+ms."""
 
 IDLE_S = 1.0
-"""Seconds between two looks at what depends on time, at most; transports let go of dead peers
-then."""
+"""Longest time in seconds between two looks at work that depends on time; in such a look,
+transports let go of dead peers."""
 
 PROGRESS_S = 0.05
-"""How often the progress of all loads is looked at: it is for people, and steps ask for it."""
+"""Seconds between two looks at the progress of all loads; people read the progress, and steps ask
+for the values."""
 
 Digest = Callable[[LoadSpec, Iterable[GroupPair]], tuple[int, ...]]
-"""A load and all pairs of the source's groups and ours → digest of this rank's cells per token."""
+"""Function from a load and all pairs of the source's groups and ours to one digest per token, over
+this rank's cells."""
+
+
+class RankLoadState(enum.Enum):
+    """State of a load on a rank."""
+
+    WAITING = enum.auto()
+    """No transfer has begun."""
+    READING = enum.auto()
+    """Some transfers have begun, and more tokens will be readable."""
+    ALL_BEGUN = enum.auto()
+    """All transfers have begun."""
+    STALE = enum.auto()
+    """The begun transfers count for nothing; the load begins again once they are settled."""
+    CONFIRMING = enum.auto()
+    """The load is settled, and the answer of its source is awaited."""
+
+
+@dataclass(slots=True, eq=False)
+class Confirm:
+    """State of asking the source of a settled load whether the load counts."""
+
+    nonce: bytes = field(default_factory=partial(secrets.token_bytes, 8))
+    """Random bytes by which the source tells a repetition of our Finish from any other Finish."""
+    attempts: int = 0
+    """Number of times that the source was asked."""
+    began: float = 0.0
+    """Unix seconds at which no transfer of the load could change the cache any more."""
+    ended: float = 0.0
+    """Unix seconds at which the source had said whether the load counts, or had not answered in
+    time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,69 +121,62 @@ class RankLoad:
 
     spec: LoadSpec
     after: Waitable | None = None
-    """When the cache may be written, if that is not now."""
+    """Event after which the cache may be written; ``None`` if no event has to pass."""
     started: float = field(default_factory=time.time)
-    """Unix seconds."""
+    """Unix seconds at which the load started."""
+    state: RankLoadState = RankLoadState.WAITING
     peer: SourcePeer | None = None
-    """Whom it reads from; ``None`` while that is not connected to, or cannot be."""
+    """Source that the load reads from; ``None`` while the source is not connected."""
     read_to: dict[PairPlan, int] = field(default_factory=dict)
-    """Pair of groups → the token up to which that is."""
-    is_begun: bool = False
-    """Whether the first part is."""
-    is_all_begun: bool = False
-    """Whether nothing is left to begin."""
-    is_stale: bool = False
-    """Whether what it has begun counts for nothing, and it begins anew once that is settled."""
-    moving_since: float | None = None
-    """Clock reading since which something moves; ``None`` while nothing does."""
-    moving: float = 0.0
-    """Seconds in which something moved before that."""
+    """Pair of groups → the token up to which its cells are read."""
     moves: list[Move] = field(default_factory=list)
-    """What it has begun to read."""
+    """The reads that the load has begun."""
+    moving_since: float | None = None
+    """Clock reading since which a transfer is running; ``None`` while no transfer is."""
+    moving: float = 0.0
+    """Seconds in which a transfer was running before :attr:`moving_since`."""
     error: KVFerryError | None = None
-    """The first thing that went wrong."""
+    """The first error of the load."""
     token_digests: tuple[int, ...] | None = None
-    finished: float = 0.0
-    """Unix seconds at which nothing of it could change the cache any more."""
-    confirmed: float = 0.0
-    """Unix seconds at which its source had said whether it counts, or had not in time."""
-    nonce: bytes = field(default_factory=partial(secrets.token_bytes, 8))
-    """Tells the source a repetition of our Finish from anybody else's."""
-    confirms: int = 0
-    """How often the source was asked for the confirm."""
-    confirming: bool = False
-    """Whether it is settled, and what the source says of it is awaited."""
+    confirm: Confirm = field(default_factory=Confirm)
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing of it can change the cache any more."""
+        """Whether no transfer of the load can change the cache any more."""
         return all(move.transfer.is_terminal for move in self.moves)
 
     @property
     def is_over(self) -> bool:
-        """Whether it is settled, and nothing more is to be read."""
-        if not self.is_settled:
-            return False
-        failed = self.error or any(move.transfer.error for move in self.moves)
-        return bool(failed) or self.is_all_begun
+        """Whether no more tokens are to be read for a settled load."""
+        if self.state is RankLoadState.ALL_BEGUN or self.error is not None:
+            return True
+        return any(move.transfer.error for move in self.moves)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its transfers move."""
+        """Number of bytes that the load's transfers move."""
         return sum(move.transfer.nbytes for move in list(self.moves))
 
     @property
     def bytes_done(self) -> int:
-        """Bytes already in place; any thread may ask, also while transfers are being started."""
+        """Number of bytes in place; any thread may ask, also while transfers are being started."""
         return sum(move.transfer.bytes_done for move in list(self.moves))
 
-    def forget(self) -> None:
-        """It is settled, and begins anew."""
-        self.is_stale = self.is_begun = self.is_all_begun = False
-        self.read_to, self.moves = {}, []
+    def stop(self) -> None:
+        """Asks the begun transfers to stop."""
+        for move in self.moves:
+            assert self.peer is not None  # a transfer has begun
+            self.peer.cancel(move)
+
+    def add_digests(self, digest: Digest, peer: SourcePeer) -> None:
+        """Computes the digests of the loaded cells; without them the load fails."""
+        try:
+            self.token_digests = digest(self.spec, peer.pairs)
+        except Exception as error:
+            self.error = as_load_error(error, "what was loaded has no digest")
 
     def record(self, rank: int) -> TransferRecord:
-        """What it did."""
+        """The load's record of this rank."""
         return TransferRecord(
             request_id=self.spec.request_id,
             lease_id=lease_of(self.spec.ticket.lease_id),
@@ -149,13 +188,13 @@ class RankLoad:
             nbytes=self.nbytes,
             copies=sum(move.transfer.segments for move in self.moves),
             started=self.started,
-            finished=self.finished,
+            finished=self.confirm.began,
             ok=self.error is None,
             error="" if self.error is None else f"{type(self.error).__name__}: {self.error}",
             token_digests=self.token_digests,
             transport="" if self.peer is None or not self.moves else self.peer.movement,
             source_ranks=tuple(sorted({move.source_rank for move in self.moves})),
-            confirmed=self.confirmed,
+            confirmed=self.confirm.ended,
             moving=self.moving,
         )
 
@@ -172,36 +211,39 @@ class Loads(Closing):
         clock: Callable[[], float] = time.monotonic,
         mailbox: Callable[..., Mailbox] = Mailbox,
     ) -> None:
-        """Starts a thread for what is long. Memory, transports and client stay the caller's.
+        """Starts a thread for long work. Memory, transports and client stay the caller's.
 
         Args:
             target: this rank.
             client: sends the Finishes.
-            digest: computes the digest of loaded cells; ``None`` records none.
-            clock: seconds that never run backwards.
+            digest: computes the digests of loaded cells; ``None`` for no digests.
+            clock: monotonic clock, in seconds.
             mailbox: makes the thread.
         """
         self._target = target
         self._client = client
         self._digest = digest
         self._clock = clock
-        self._known: dict[str, EngineDescription] = {}
-        self._peers: dict[str, SourcePeer] = {}
         self._loads: dict[str, RankLoad] = {}
-        self._unconnected: dict[str, list[RankLoad]] = {}
         self._ended: deque[RankLoad] = deque()
         self._progress: dict[str, tuple[int, int]] = {}
         self._next_progress = 0.0
         self._closed = False
         self._serial = Serial("the loads of this rank")
-        self._thread = mailbox("loads", self._look_at_time).start()
+        self.thread = mailbox("loads", partial(look_at_time, target)).start()
+        self.peers = SourcePeers(target, self.thread, self._serial, self._go_on)
+        """The source engines, and the connections to them."""
 
     def meet(self, description: EngineDescription) -> None:
-        """A source engine's handshake succeeded; replaces an older start of it."""
+        """Takes a source engine whose handshake succeeded; replaces an older incarnation of the
+        engine.
+        """
         self._serial.post(lambda: self._meet(description))
 
     def forget(self, engine_id: str, incarnation: str) -> None:
-        """Drops a start of a source engine with its connections, unless a load reads from it."""
+        """Drops an incarnation of a source engine and its connections, unless a load reads from
+        it.
+        """
         self._serial.post(partial(self._forget, engine_id, incarnation))
 
     def start(self, spec: LoadSpec, after: Waitable | None = None) -> None:
@@ -209,12 +251,12 @@ class Loads(Closing):
         self._serial.post(partial(self._begin, RankLoad(spec, after)))
 
     def read_on(self, spec: LoadSpec) -> None:
-        """More of a load can be read, as ``spec`` says; loads that are over are ignored."""
+        """Reads the tokens of a load that ``spec`` adds; loads that are over are ignored."""
         self._serial.post(partial(self._read_on, spec))
 
     def cancel(self, lease_id: str, reason: str = "") -> None:
-        """Gives a load up, for ``reason``, or as its request was aborted; it still ends in
-        :meth:`take_ended`. Unknown ids are ignored.
+        """Gives a load up, for ``reason``, or as its request was aborted; the load still comes out
+        of :meth:`take_ended`. Unknown ids are ignored.
         """
         self._serial.post(partial(self._cancel, lease_id, reason))
 
@@ -229,8 +271,8 @@ class Loads(Closing):
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def progress(self) -> dict[str, tuple[int, int]]:
-        """Request id → (bytes in place, bytes in all) of the loads under way, :data:`PROGRESS_S`
-        ago at most; not to be changed.
+        """Request id → (bytes in place, bytes in all) of the loads under way, at most
+        :data:`PROGRESS_S` old; the caller must not change the map.
         """
         now = self._clock()
         if now >= self._next_progress:
@@ -242,135 +284,89 @@ class Loads(Closing):
         return self._progress
 
     def close(self) -> None:
-        """Gives up what runs and drops the connections. Idempotent."""
-        self._thread.close()
+        """Gives up all loads and drops the connections. Idempotent."""
+        self.thread.close()
         self._serial.post(self._close)
 
-    # ---- the thread for what is long ----------------------------------------------------------
+    def end(self) -> None:
+        """Ends all loads that were not taken, as failed: their cache goes. The caller has closed
+        this object, the client and the transports, so nothing can change the cache any more.
+        """
 
-    def _look_at_time(self) -> float:
-        """Has the transports see to what depends on time; returns when to look again."""
-        for staged in self._target.staged.values():
-            staged.poll()
-        # Also while nothing runs: a short load that begins meanwhile does not wake this thread.
-        return min(IDLE_S, max(0.02, self._target.staging.stall_timeout_s / 8))
+        def end_all() -> None:
+            self._ended.extend(self._loads.values())
+            self._loads.clear()
+            for load in self._ended:
+                load.error = load.error or CancelledError("the connector was closed")
 
-    def _connect(self, description: EngineDescription, *, for_a_load: bool) -> None:
-        found: SourcePeer | KVFerryError
-        try:
-            found = SourcePeer.connect(description, self._target)
-        except Exception as error:
-            found = as_load_error(error, "an engine could not be connected to")
-            logger.warning("cannot read from engine %s: %s", description.engine_id, found)
-        self._serial.post(partial(self._connected, description, found, for_a_load))
-
-    def _add_digests(self, load: RankLoad) -> None:
-        assert self._digest is not None  # who posted this has looked
-        assert load.peer is not None  # it has read something
-        try:
-            load.token_digests = self._digest(load.spec, load.peer.pairs)
-        except Exception as error:
-            load.error = as_load_error(error, "what was loaded has no digest")
-        self._serial.post(partial(self._ask, load))
+        self._serial.post(end_all)
 
     # ---- one task at a time -------------------------------------------------------------------
 
     def _meet(self, description: EngineDescription) -> None:
-        engine_id = description.engine_id
-        known = self._known.get(engine_id)
-        if known is not None and known.incarnation != description.incarnation:
-            older = self._peers.pop(engine_id, None)
-            if older is not None:
-                self._abandon(older)
-        self._known[engine_id] = description
-        if engine_id not in self._peers and engine_id not in self._unconnected:
-            self._begin_to_connect(description, for_a_load=False)
+        older = self.peers.replaced_by(description)
+        if older is not None:  # nothing more comes from the older incarnation
+            for load in list(self._loads.values()):
+                if load.peer is older:
+                    engine_id = load.spec.ticket.engine_id
+                    self._give_up(load, PeerLostError(f"engine {engine_id!r} restarted"))
+            older.close()
+        self.peers.meet(description)
 
     def _forget(self, engine_id: str, incarnation: str) -> None:
-        known = self._known.get(engine_id)
-        if known is None or known.incarnation != incarnation or engine_id in self._unconnected:
-            return
-        peer = self._peers.get(engine_id)
-        if peer is not None and any(load.peer is peer for load in self._loads.values()):
-            return
-        del self._known[engine_id]
-        if peer is not None:
-            del self._peers[engine_id]
-            peer.close()
+        peer = self.peers.connected.get(engine_id)
+        if peer is None or all(load.peer is not peer for load in self._loads.values()):
+            self.peers.forget(engine_id, incarnation)
 
-    def _abandon(self, peer: SourcePeer) -> None:
-        """An engine was started again: nothing more comes from its earlier start."""
-        for load in list(self._loads.values()):
-            if load.peer is peer:
-                engine_id = load.spec.ticket.engine_id
-                self._give_up(load, PeerLostError(f"engine {engine_id!r} restarted"))
-        peer.close()
-
-    def _begin_to_connect(self, description: EngineDescription, *, for_a_load: bool) -> None:
-        self._unconnected[description.engine_id] = []
-        self._thread.post(partial(self._connect, description, for_a_load=for_a_load))
-
-    def _connected(
-        self, description: EngineDescription, found: SourcePeer | KVFerryError, for_a_load: bool
-    ) -> None:
-        engine_id = description.engine_id
-        waiting = self._unconnected.pop(engine_id)
-        newest = self._known[engine_id]
-        restarted = newest.incarnation != description.incarnation
-        if isinstance(found, SourcePeer):
-            if restarted or self._closed:
-                found.close()
-            else:
-                self._peers[engine_id] = found
-        if restarted:
-            self._begin_to_connect(newest, for_a_load=False)
+    def _go_on(self, waiting: Iterable[RankLoad], error: KVFerryError | None) -> None:
+        """Begins the loads that waited for an engine, or gives the loads up with ``error``."""
         for load in waiting:
-            if isinstance(found, KVFerryError) and for_a_load and not restarted:
-                self._give_up(load, found)  # another load will try again
+            if error is None:
+                self._begin(load)
             else:
-                self._begin(load)  # it came since this was tried, or there is a peer
+                self._give_up(load, error)  # another load will try again
 
     def _begin(self, load: RankLoad) -> None:
         ticket = load.spec.ticket
-        if self._closed or load.confirming:
+        if self._closed or load.state is RankLoadState.CONFIRMING:
             return  # given up while it waited
         self._loads[ticket.lease_id] = load
-        description = self._known.get(ticket.engine_id)
-        if description is None or description.incarnation != ticket.incarnation:
-            restarted = f"engine {ticket.engine_id!r} restarted: the lease is from start"
-            self._give_up(load, PeerLostError(f"{restarted} {ticket.incarnation}"))
-        elif (peer := self._peers.get(ticket.engine_id)) is not None:
-            load.peer = peer
+        try:
+            peer = self.peers.peer_for(load, ticket.engine_id, ticket.incarnation)
+        except PeerLostError as error:
+            self._give_up(load, error)
+            return
+        if peer is None:
+            return  # the load waits
+        load.peer = peer
+        if load.spec.num_tokens > CUT_TOKENS and peer.stages:
             read = partial(self._read, load, peer)
-            if load.spec.num_tokens > CUT_TOKENS and peer.stages:
-                self._thread.post(partial(self._serial.post, read))
-            else:
-                read()
+            self.thread.post(partial(self._serial.post, read))
         else:
-            if ticket.engine_id not in self._unconnected:
-                self._begin_to_connect(description, for_a_load=True)
-            self._unconnected[ticket.engine_id].append(load)
+            self._read(load, peer)
 
     def _read_on(self, spec: LoadSpec) -> None:
         lease_id = spec.ticket.lease_id
         load = self._loads.get(spec.replaces or lease_id)
-        if load is None or load.confirming:
-            return  # it is over, or given up
+        if load is None or load.state is RankLoadState.CONFIRMING:
+            return  # the load is over, or given up
         load.spec = spec
         if spec.replaces:
             self._loads[lease_id] = self._loads.pop(spec.replaces)
-            load.is_stale = load.is_begun
-            self._stop(load)
+            if load.state is not RankLoadState.WAITING:
+                load.state = RankLoadState.STALE
+            load.stop()
             self._look(load)
-        elif load.is_begun and not load.is_stale and load.peer is not None:
-            self._read(load, load.peer)  # else it is read to here as it begins
+        elif load.state in (RankLoadState.READING, RankLoadState.ALL_BEGUN):
+            assert load.peer is not None  # the load has begun
+            self._read(load, load.peer)  # a load in WAITING reads this far when it begins
 
     def _read(self, load: RankLoad, peer: SourcePeer) -> None:
-        """Reads what can be read and was not read yet."""
+        """Reads the tokens that can be read and were not read yet."""
         spec = load.spec
-        if load.confirming or load.error is not None:
+        if load.state is RankLoadState.CONFIRMING or load.error is not None:
             return  # given up while it waited
-        load.is_begun = True
+        load.state = RankLoadState.READING
         if load.moving_since is None:
             load.moving_since = self._clock()
         end = spec.num_tokens if spec.readable is None else spec.readable
@@ -380,8 +376,8 @@ class Loads(Closing):
                 if first >= end and (spec.readable is not None or pair in load.read_to):
                     continue
                 copies = pair.bind(
-                    spec.ticket.block_ids[pair.pair.source_group],
-                    spec.target_block_ids[pair.pair.target_group],
+                    ids_of(spec.source_tables[pair.pair.source_group]),
+                    ids_of(spec.target_tables[pair.pair.target_group]),
                     end,
                     first,
                 )
@@ -390,10 +386,11 @@ class Loads(Closing):
                     move = peer.read(pair, source_rank, copies, load.after)
                     if move is not None:
                         self._follow(load, move)
-            load.is_all_begun = spec.readable is None
+            if spec.readable is None:
+                load.state = RankLoadState.ALL_BEGUN
         except Exception as error:
-            # Tables, memory and endpoints came from elsewhere: whatever they provoke is the end of
-            # this load, not of the rank.
+            # Tables, memory and endpoints came from another engine: an error that they cause ends
+            # this load, not the rank.
             self._give_up(load, as_load_error(error, "the read could not be started"))
         else:
             self._look(load)
@@ -404,14 +401,14 @@ class Loads(Closing):
             move.transfer.on_end(lambda _: self._serial.post(partial(self._look, load)))
 
     def _look(self, load: RankLoad) -> None:
-        """Goes on with a load once nothing of it can change the cache any more."""
-        if load.confirming or self._closed or not load.is_settled:
+        """Goes on with a load once no transfer of the load can change the cache any more."""
+        if load.state is RankLoadState.CONFIRMING or self._closed or not load.is_settled:
             return
         if load.moving_since is not None:
             load.moving += self._clock() - load.moving_since
             load.moving_since = None
-        if load.is_stale and load.error is None:
-            load.forget()
+        if load.state is RankLoadState.STALE and load.error is None:
+            load.state, load.read_to, load.moves = RankLoadState.WAITING, {}, []
             self._begin(load)
         elif not self._read_again(load) and load.is_over:
             self._confirm(load)
@@ -419,19 +416,21 @@ class Loads(Closing):
     def _read_again(self, load: RankLoad) -> bool:
         """Repeats, once, the transfers that failed because their connection was lost.
 
-        A connection may break at any time, also while nothing is read, and the source be well. If
-        it is not, the second connection fails too. The lease covers both: it is one until the
-        Finish, and the first transfer is over, so that nothing of it can change the cache any more.
+        A connection may break at any time, also while nothing is read, although the source is well.
+        If the source is not well, the second connection fails too. The lease covers both transfers:
+        the lease lasts until the Finish. The first transfer is over, and cannot change the cache
+        any more.
         """
         lost = [move for move in load.moves if isinstance(move.transfer.error, PeerLostError)]
         peer = load.peer
         if load.error is not None or not lost or any(move.is_repeated for move in lost):
             return False
-        if peer is None or self._peers.get(load.spec.ticket.engine_id) is not peer:
-            return False  # we closed it ourselves: the engine was started again
+        if peer is None or self.peers.connected.get(load.spec.ticket.engine_id) is not peer:
+            return False  # we closed the connection ourselves, as the engine was started again
         try:
-            # Several may have been lost with one connection, and other loads, or other parts of
-            # this one, may read over a newer one by now: that one stays.
+            # Several transfers may have been lost with one connection, and other loads, or other
+            # parts of this load, may read over a newer connection by now: the newer connection
+            # stays.
             for move in lost:
                 peer.reconnect(move)
             for move in lost:
@@ -452,34 +451,33 @@ class Loads(Closing):
             self._give_up(load, CancelledError(reason or aborted))
 
     def _give_up(self, load: RankLoad, error: KVFerryError) -> None:
-        """Stops a load; it ends once nothing of it can change the cache any more."""
-        if load.confirming:
+        """Stops a load; the load ends once none of its transfers can change the cache any more."""
+        if load.state is RankLoadState.CONFIRMING:
             return
         load.error = load.error or error
-        self._stop(load)
+        load.stop()
         self._look(load)
 
-    def _stop(self, load: RankLoad) -> None:
-        for move in load.moves:
-            assert load.peer is not None  # something moves
-            load.peer.cancel(move)
-
     def _confirm(self, load: RankLoad) -> None:
-        """The load is settled. Asks whether it counts."""
-        load.confirming = True
-        load.finished = time.time()
+        """Asks the source whether a settled load counts."""
+        load.state, load.confirm.began = RankLoadState.CONFIRMING, time.time()
         for move in load.moves:
             load.error = load.error or move.transfer.error
-        # Of converted cells a digest says nothing: they are others than the source's.
-        wanted = self._digest is not None and load.peer is not None and not load.peer.converts
-        if wanted and load.error is None:
-            self._thread.post(partial(self._add_digests, load))
-        else:
+        digest, peer = self._digest, load.peer
+        # Digests of converted cells prove nothing: the cells differ from the source's cells.
+        if digest is None or peer is None or peer.converts or load.error is not None:
             self._ask(load)
+            return
+
+        def add_digests() -> None:
+            load.add_digests(digest, peer)
+            self._serial.post(partial(self._ask, load))
+
+        self.thread.post(add_digests)  # long work
 
     def _ask(self, load: RankLoad) -> None:
         """Sends the Finish."""
-        load.confirms += 1
+        load.confirm.attempts += 1
         ticket = load.spec.ticket
         future = self._client.finish(
             ticket.address,
@@ -488,7 +486,7 @@ class Loads(Closing):
             ticket.secret,
             rank=self._target.rank,
             ok=load.error is None,
-            nonce=load.nonce,
+            nonce=load.confirm.nonce,
         )
         future.add_done_callback(
             lambda answered: self._serial.post(partial(self._conclude, load, answered))
@@ -496,8 +494,8 @@ class Loads(Closing):
 
     def _conclude(self, load: RankLoad, answered: "Future[FinishAnswer]") -> None:
         ticket, error = load.spec.ticket, answered.exception()
-        if isinstance(error, PeerLostError) and load.confirms < CONFIRM_ATTEMPTS:
-            self._ask(load)  # an answer that was lost is given again
+        if isinstance(error, PeerLostError) and load.confirm.attempts < CONFIRM_ATTEMPTS:
+            self._ask(load)  # the source repeats a lost answer
             return
         if load.error is None:
             if isinstance(error, KVFerryError):
@@ -509,21 +507,23 @@ class Loads(Closing):
                     f"lease {ticket.lease_id} of engine {ticket.engine_id!r} ended before "
                     "the load was confirmed; what was read is not used"
                 )
-        load.confirmed = time.time()
+        load.confirm.ended = time.time()
         del self._loads[ticket.lease_id]
-        self._next_progress = 0.0  # it is no longer under way
+        self._next_progress = 0.0  # the load is no longer under way
         self._ended.append(load)
 
     def _close(self) -> None:
         self._closed = True
         for load in list(self._loads.values()):
             self._give_up(load, CancelledError("the connector was closed"))
-        for peer in self._peers.values():
-            peer.close()
+        self.peers.close()
 
 
-def as_load_error(error: Exception, what: str) -> KVFerryError:
-    """The error of a load; for a defect of ours, which is logged, one that says so."""
-    if isinstance(error, ValueError) and not isinstance(error, KVFerryError):
-        return BlockTableError(str(error))  # a table, from a ticket, that does not fit the plan
-    return as_transfer_error(error, what)
+def look_at_time(target: TargetRank) -> float:
+    """Has the transports do the work that depends on time; returns the seconds until the next
+    look.
+    """
+    for staged in target.staged.values():
+        staged.poll()
+    # Look also while nothing runs: a short load that begins meanwhile does not wake this thread.
+    return min(IDLE_S, max(0.02, target.staging.stall_timeout_s / 8))

@@ -1,58 +1,78 @@
-"""What the PullConnector's scheduler half tells its worker halves."""
+"""The messages of the PullConnector's scheduler half to its worker halves."""
 
 import time
+from array import array
+from collections.abc import Iterable, Sequence
 
 import msgspec
+import numpy as np
 
-from kvferry.connectors.base import KVConnectorMetadata, TransferRecord
+from kvferry.connectors.base import KVConnectorMetadata
 from kvferry.control.tickets import Ticket
 from kvferry.errors import KVFerryError
+from kvferry.observe.records import TransferRecord
 from kvferry.topology.description import EngineDescription
+from kvferry.topology.sharding import Int64s
+
+
+def packed(tables: Iterable[Sequence[int]]) -> tuple[bytes, ...]:
+    """Block tables in the form that ranks get: bytes of 64-bit numbers, as no code on the way reads
+    single ids.
+    """
+    return tuple(array("q", table).tobytes() for table in tables)
+
+
+def ids_of(table: bytes) -> Int64s:
+    """The ids of a table that :func:`packed` made."""
+    return np.frombuffer(table, dtype=np.int64)
 
 
 class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One load: which tokens of which leased blocks go into which of our blocks."""
+    """Description of a load: the tokens, their source blocks under a lease, and our target
+    blocks.
+    """
 
     request_id: str
     ticket: Ticket
-    """The lease, its source, and the source's block tables."""
-    target_block_ids: tuple[list[int], ...]
-    """Whole block tables here, one list per group of ours."""
+    """Ticket of the lease; names the source. The ticket's own block tables are left out."""
+    source_tables: tuple[bytes, ...]
+    """The source's whole block tables, one per group of the source; see :func:`ids_of`."""
+    target_tables: tuple[bytes, ...]
+    """Our whole block tables, one per group of ours."""
     first_token: int
     num_tokens: int
-    """The load is of the tokens ``[first_token, num_tokens)``."""
+    """End of the load, which covers the tokens ``[first_token, num_tokens)``."""
     starts: tuple[int, ...]
-    """For each pair of groups, the first of them that moves; ``num_tokens`` where that is not known
+    """First token that moves, for each pair of groups; ``num_tokens`` if the token is not known
     before the lease is whole."""
     readable: int | None = None
-    """The tokens before this one can be read so far; ``None`` where that is all."""
+    """End of the tokens that can be read so far; ``None`` if all can be read."""
     replaces: str = ""
-    """The lease under which the load was read before and that was revoked: nothing of that counts,
-    and all is read again."""
+    """Id of the revoked lease under which the load was read before. The cells that were read under
+    that lease count for nothing, and all tokens are read again. Empty if the lease is the first."""
 
 
 class LentSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks just lent out, or what a step writes of those that are lent already."""
+    """Description of blocks that were just lent, or of a step's writes to blocks that are lent
+    already.
+    """
 
     request_id: str
     lease_id: str
     block_ids: tuple[list[int], ...]
-    """Whole block tables; empty where nothing is done with them."""
+    """Whole block tables; empty if no digest of the blocks is made."""
     num_tokens: int
-    """The leading tokens that are there, or will be when the step is over."""
-    first_token: int = 0
-    """Those before it were mirrored before, of groups that keep all tokens."""
+    """Number of leading tokens that are written, or will be when the step is over."""
 
     def record(
         self,
         rank: int,
         started: float,
         *,
-        nbytes: int = 0,
         error: KVFerryError | None = None,
         token_digests: tuple[int, ...] | None = None,
     ) -> TransferRecord:
-        """What a rank has just done with them, begun at ``started`` (Unix seconds)."""
+        """The record of a rank's work on these blocks, begun at ``started`` (Unix seconds)."""
         return TransferRecord(
             request_id=self.request_id,
             lease_id=self.lease_id,
@@ -60,7 +80,7 @@ class LentSpec(msgspec.Struct, frozen=True, kw_only=True):
             direction="send",
             first_token=0,
             tokens=self.num_tokens,
-            nbytes=nbytes,
+            nbytes=0,
             started=started,
             finished=time.time(),
             ok=error is None,
@@ -70,20 +90,26 @@ class LentSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PullMetadata(KVConnectorMetadata, kw_only=True):
-    """One step's news for the ranks."""
+    """Message to the ranks in one step."""
 
     peers: list[EngineDescription] = msgspec.field(default_factory=list)
-    """Engines whose handshake just succeeded; replaces an older start of the same engine."""
+    """Engines whose handshake just succeeded; each replaces an older incarnation of the same
+    engine."""
     gone: dict[str, str] = msgspec.field(default_factory=dict)
-    """Engine id → its start that nothing is kept of any more; some of ``peers`` may be the same."""
+    """Engine id → the incarnation that ranks forget; the same engine may also be in ``peers``."""
     loads: list[LoadSpec] = msgspec.field(default_factory=list)
     parts: list[LoadSpec] = msgspec.field(default_factory=list)
-    """Loads under way of which more can be read now, as they stand now."""
+    """Present state of loads under way for which more tokens can be read now."""
     writes: list[LentSpec] = msgspec.field(default_factory=list)
-    """What this step writes of prompts that are lent already; ranks report it once it is there."""
+    """Writes of this step to prompts that are lent already; ranks report each once it is
+    complete."""
     cancels: dict[str, str] = msgspec.field(default_factory=dict)
-    """Lease id → why to give its load up; empty where its request was aborted."""
+    """Lease id → reason to give up its load; empty if the request was aborted."""
     released: list[str] = msgspec.field(default_factory=list)
     """Requests whose lease ended; each rank echoes them once in ``finished_sending``."""
     lent: list[LentSpec] = msgspec.field(default_factory=list)
-    """Filled only where ranks mirror what they lend, or with ``record_digests``."""
+    """Blocks that were just lent; empty without ``record_digests``."""
+
+
+NO_NEWS = PullMetadata()
+"""Message of a step without news for the ranks; must not be changed."""

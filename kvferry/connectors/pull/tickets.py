@@ -1,95 +1,116 @@
-"""Which tickets are accepted: verified, fitting their request, used once unless they are shared."""
+"""The accepted tickets and the issued tickets of an engine.
 
-from collections.abc import Sequence
+The engine accepts a ticket once, if the ticket is verified and fits its request; a shared ticket
+any number of times. An issued ticket is in the answer of the request whose prompt is lent. If the
+request came with a transfer, a target asks for this transfer instead. The target gets the ticket as
+soon as the lease is granted, or gets a denial::
+
+    expect ──> tell_lent ──> tell_not_lent, once the lease has ended
+       │  ▲        │
+       │  └─recall─┘  the lease is about to be revoked, and may be granted again
+       └───────────────────> tell_not_lent, without a lease
+"""
+
+import hmac
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
-from kvferry.connectors.base import RequestView
+from kvferry.connectors.base import ConnectorContext, RequestView
 from kvferry.connectors.pull.config import PullConfig
+from kvferry.connectors.pull.groups import Filled
+from kvferry.control.leases import Lease
+from kvferry.control.messages import BlockTables
 from kvferry.control.proofs import veil
+from kvferry.control.server import ControlServer
 from kvferry.control.tickets import (
     SeenTickets,
     Ticket,
-    Transfer,
+    TransferId,
     prompt_digest,
     read_transfer,
+    sign,
     verify,
 )
 from kvferry.errors import TicketError
-from kvferry.zeromq import split_address
+from kvferry.zeromq import join_address, split_address
 
 
 class AcceptedTickets:
-    """Judges the tickets that requests bring, before anybody is contacted."""
+    """Judges the tickets of requests, before any engine is contacted."""
 
     def __init__(self, key: bytes | None, extra: PullConfig) -> None:
         """Args:
-        key: the cluster's key; ``None`` where tickets are not signed.
-        extra: of the connector; without a key, its ``peers`` bound whom a ticket may name.
+        key: the cluster's key; ``None`` if tickets are not signed.
+        extra: the connector's keys; without a cluster key, a ticket may name only an address in
+            ``peers``.
         """
         self._key = key
         self._peers = extra.peer_addresses()
-        self._seen = SeenTickets()
+        self.seen = SeenTickets()
 
-    def accept_transfer(self, text: object) -> Transfer:
-        """What a request brings in place of a ticket, for which its source is asked.
+    def accept_transfer(self, text: object) -> TransferId:
+        """The transfer of a request without a ticket, with which the ticket is requested from the
+        source.
 
         Raises:
-            TicketError: it is forged or malformed, or names an engine that is none of our
-                ``peers``.
+            TicketError: the transfer is forged or malformed, or names an engine outside ``peers``.
         """
         transfer = read_transfer(text, self._key)
         self._check_address(transfer.address)
         return transfer
 
-    def read_asked(self, text: str, transfer: Transfer) -> Ticket:
-        """The ticket that was asked for. For any thread.
+    def read_asked(self, text: str, transfer: TransferId) -> Ticket:
+        """The requested ticket, from its signed text. For any thread.
 
         Raises:
-            TicketError: as :meth:`accept`, but that no request is looked at.
+            TicketError: as :meth:`accept`, but without a check of the request.
         """
         ticket = self._verified(text)
         return replace(ticket, secret=veil(ticket.secret, transfer.secret, ticket.lease_id))
 
     def accept(self, text: object, request: RequestView) -> Ticket:
-        """The ticket of a request, verified, fitting, and from now on the request's own.
+        """The ticket of a request, verified and fitting; from now on no other request can use the
+        ticket.
 
         Args:
-            text: as it came.
-            request: whose it is to be.
+            text: the signed ticket, unchanged.
+            request: the request with the ticket.
 
         Raises:
-            TicketError: forged, malformed, used before, for another prompt, for another adapter
-                or other inputs, or it names no address, or one that is none of our ``peers``.
+            TicketError: the ticket is forged, malformed, used before, for another prompt, or for
+                another adapter or other inputs; or it names no address, or an address outside
+                ``peers``.
         """
         ticket = self._verified(text)
         self.check(ticket, request)
         return self.claim(ticket, request.request_id)
 
     def check(self, ticket: Ticket, request: RequestView) -> None:
-        """Refuses KV of other tokens than this request's, or of other inputs beside them.
+        """Refuses KV of other tokens than this request's, or of other inputs beside the tokens.
 
         Raises:
-            TicketError: it is such.
+            TicketError: the tokens or the other inputs differ.
         """
         _check_prompt(ticket, request)
         _check_content(ticket, request)
 
     def claim(self, ticket: Ticket, request_id: str) -> Ticket:
-        """The ticket as a request uses it: from now on its own. For any thread.
+        """Claims a ticket for a request, and returns the form for use. For any thread.
 
         Raises:
-            TicketError: it was used before.
+            TicketError: the ticket was used before.
         """
         ticket = ticket.claimed()
-        self._seen.claim(ticket.lease_id, request_id)
+        self.seen.claim(ticket.lease_id, request_id)
         return ticket
 
     def accept_rejected(self, text: object, request_id: str) -> Ticket:
-        """The ticket of a request that ends before its prompt is known, to give its lease back.
+        """The ticket of a request ended before its prompt is known, to give the lease back.
 
         Raises:
-            TicketError: as :meth:`accept`, but that no prompt is looked at.
+            TicketError: as :meth:`accept`, but without a check of the prompt.
         """
         return self.claim(self._verified(text), request_id)
 
@@ -115,12 +136,12 @@ class AcceptedTickets:
             )
 
     def retire(self, ticket: Ticket) -> None:
-        """The request is over; its ticket is never accepted again."""
-        self._seen.retire(ticket.lease_id)
+        """Notes the end of the request; its ticket is never accepted again."""
+        self.seen.retire(ticket.lease_id)
 
 
 def _check_prompt(ticket: Ticket, request: RequestView) -> None:
-    """Refuses KV of other tokens than this request's: the signature cannot tell.
+    """Refuses KV of other tokens than this request's; the signature cannot tell them apart.
 
     Raises:
         TicketError: the request's prompt does not begin with the tokens of the ticket.
@@ -144,10 +165,10 @@ def _remedy(differing: Sequence[str]) -> str:
 
 
 def _check_content(ticket: Ticket, request: RequestView) -> None:
-    """Refuses KV of equal tokens that another adapter, image or embedding went into.
+    """Refuses KV of equal tokens but another adapter, image or embedding.
 
     Raises:
-        TicketError: a part differs, or only one of the two has it.
+        TicketError: a part differs, or only the ticket or only the request has it.
     """
     theirs, own = ticket.content, request.content_keys(ticket.num_tokens)
     differing = [
@@ -161,3 +182,181 @@ def _check_content(ticket: Ticket, request: RequestView) -> None:
             f"{request.request_id!r} is another though its tokens are equal ("
             f"{'; '.join(differing)}); {_remedy(differing)}"
         )
+
+
+class IssuedTickets:
+    """The issued tickets of one engine. Only the scheduler's thread uses the object."""
+
+    def __init__(
+        self, context: ConnectorContext, extra: PullConfig, key: bytes | None, server: ControlServer
+    ) -> None:
+        """Args:
+        context: context from which the connector was built.
+        extra: the connector's keys.
+        key: the cluster's key; ``None`` if tickets are not signed.
+        server: control server with the leases; answers targets about transfers; stays the caller's.
+        """
+        self._context = context
+        self._extra = extra
+        self._key = key
+        self._server = server
+        self._transfers: dict[str, TransferId] = {}
+        """Request id → its transfer, from the arrival of the request until it is certain that
+        nothing is lent, or the lease has ended."""
+        self._lent_as: dict[TransferId, str] = {}
+        """Transfer → the id of its lease, for lent prompts."""
+
+    @property
+    def _told(self) -> tuple[str, int]:
+        """Host and port at which peers reach the control channel."""
+        return self._extra.told(self._server.port)
+
+    @property
+    def address(self) -> str:
+        """``host:port`` at which peers reach the control channel."""
+        return join_address(*self._told)
+
+    # ---- requests that arrive -----------------------------------------------------------------
+
+    def transfer_of(self, params: Mapping[str, Any]) -> TransferId | None:
+        """The transfer in ``params``, given by the router to this engine and to the decode engine;
+        ``None`` without a transfer.
+
+        Raises:
+            TicketError: the transfer was not made by the router.
+        """
+        if not params.get("do_remote_decode") or "transfer" not in params:
+            return None
+        try:
+            return read_transfer(params["transfer"], self._key)
+        except TicketError as error:
+            self._server.note_error("ticket", str(error))
+            raise
+
+    def expect(self, request_id: str, transfer: TransferId) -> None:
+        """Notes a request with a transfer; from now on targets may ask for the transfer."""
+        self._transfers[request_id] = transfer
+        self._server.expect(transfer)
+
+    def is_asked(self, request_id: str) -> bool:
+        """Whether a target has asked for the transfer of a request."""
+        transfer = self._transfers.get(request_id)
+        return transfer is not None and self._server.is_asked(transfer)
+
+    # ---- prompts that are lent, or are not ----------------------------------------------------
+
+    def ticket(
+        self,
+        request: RequestView,
+        lease: Lease,
+        tables: BlockTables,
+        num_tokens: int,
+        filled: Filled | None,
+        note: bytes = b"",
+    ) -> Ticket:
+        """The ticket of a lease in its present state.
+
+        Args:
+            request: the request whose prompt is lent.
+            lease: the lease of the prompt.
+            tables: the parts of the block tables with the lent tokens.
+            num_tokens: number of lent tokens, from the start of the prompt.
+            filled: the tokens loaded for the request itself; ``None`` without a load.
+            note: bytes of the engine for the engine of the target.
+        """
+        parallel = self._context.groups[0].parallel
+        host, port = self._told
+        first_tokens = () if filled is None else filled.first_tokens
+        return Ticket(
+            lease_id=lease.lease_id,
+            engine_id=self._context.config.engine_id,
+            incarnation=self._server.incarnation,
+            secret=self._server.secret(lease.lease_id),
+            host=host,
+            port=port,
+            request_id=request.request_id,
+            num_tokens=num_tokens,
+            block_ids=tables,
+            prompt_digest=prompt_digest(request.prompt_token_ids[:num_tokens]),
+            lease_duration_s=lease.duration_s,
+            tp=parallel.tp,
+            pp=parallel.pp,
+            first_tokens=first_tokens if any(first_tokens) else (),
+            content=dict(request.content_keys(num_tokens)),
+            shared=lease.shared,
+            whole=not self._server.leases.readable([lease.lease_id]),
+            note=note,
+        )
+
+    def tell_lent(self, ticket: Ticket) -> dict[str, Any]:
+        """Notes the grant of a request's lease; must be called immediately after the grant.
+
+        Targets waiting for the request's transfer get the ticket.
+
+        Returns:
+            The ``kv_transfer_params`` of the request's answer, without the ticket if targets ask
+            for this ticket.
+        """
+        transfer = self._transfers.get(ticket.request_id)
+        if transfer is None:
+            return self.params(ticket)
+        self._lent_as[transfer] = ticket.lease_id
+        self._server.lend(transfer, ticket)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_num_tokens": ticket.num_tokens,
+            "transfer": transfer.text,
+        }
+
+    def params(self, ticket: Ticket) -> dict[str, Any]:
+        """The fields for vLLM's proxies, and the ticket; kvferry itself reads only the ticket."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": ticket.engine_id,
+            "remote_request_id": ticket.request_id,
+            "remote_block_ids": ticket.block_ids,
+            "remote_host": ticket.host,
+            "remote_port": ticket.port,
+            "remote_num_tokens": ticket.num_tokens,
+            "tp_size": ticket.tp,
+            "pp_size": ticket.pp,
+            "ticket": sign(ticket, self._key),
+        }
+
+    def recall(self, request_id: str) -> None:
+        """Makes later requests for a transfer wait until another lease is granted, or nothing is
+        lent. Must be called before the lease is revoked.
+        """
+        transfer = self._transfers.get(request_id)
+        if transfer is not None:
+            self._lent_as.pop(transfer, None)
+            self._server.recall(transfer)
+
+    def tell_not_lent(self, request_id: str, reason: str) -> None:
+        """Notes that nothing of a request will be lent, or is lent any more."""
+        transfer = self._transfers.pop(request_id, None)
+        if transfer is not None:
+            self._lent_as.pop(transfer, None)
+            self._server.deny(transfer, reason)
+
+    # ---- tickets that no target uses ----------------------------------------------------------
+
+    def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
+        """Ends the lease of an unused ticket or transfer; other params are ignored."""
+        try:
+            if "transfer" in kv_transfer_params:
+                transfer = read_transfer(kv_transfer_params["transfer"], self._key)
+                if transfer in self._lent_as:
+                    self._server.leases.withdraw(self._lent_as[transfer])
+            elif "ticket" in kv_transfer_params:  # without a ticket nothing was lent
+                self.withdraw(verify(kv_transfer_params["ticket"], self._key))
+        except TicketError as error:
+            self._server.note_error("ticket", f"to be taken back: {error}")
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Ends the lease of an unused ticket of ours."""
+        # Without a cluster key any client could write a ticket, but not its secret.
+        if hmac.compare_digest(ticket.secret, self._server.secret(ticket.lease_id)):
+            self._server.leases.withdraw(ticket.lease_id)

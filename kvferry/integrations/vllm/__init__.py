@@ -5,11 +5,12 @@ For example::
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.integrations.vllm", "kv_role": "kv_producer"}'
 
-A thin translation: what is moved, leased and refused is the PullConnector's business. What depends
-on vLLM lives in :mod:`kvferry.integrations.vllm.compat`.
+The package translates vLLM's calls for the PullConnector, which decides about transfers, leases and
+refusals. Code that depends on vLLM lives in :mod:`kvferry.integrations.vllm.compat`.
 
 Raises:
-    ImportError: vLLM is not installed, is too old, or newer and without what the adapter needs.
+    ImportError: vLLM is not installed, is too old, or is newer and lacks a name that the adapter
+        needs.
 """
 
 from kvferry.integrations.vllm.release import FITTING, check_release

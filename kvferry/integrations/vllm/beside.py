@@ -1,19 +1,19 @@
 """Other connectors of the same engine, under vLLM's MultiConnector.
 
-MultiConnector hands every call on to all of its connectors, and asks all of them what they have of
-a request; the first that has anything loads it. It tells none of them of the others. Ours has to
-know of them all the same:
+MultiConnector passes every call on to all of its connectors. It asks every connector how much of a
+request the connector has; the first connector with any tokens loads the request. MultiConnector
+tells no connector about the others. kvferry's connector must know its neighbours all the same:
 
 ==========================  =====================================================================
-when                        what is done
+when                        action
 ==========================  =====================================================================
-a load begins               a neighbour that still copies from those blocks, freed by the request
-                            before, has to finish first
-the weights change          neighbours forget what they keep, until no request is left with KV of
+a load begins               a neighbour that still copies from these blocks for the request before
+                            must finish first
+the weights change          neighbours forget their contents, until no request is left with KV of
                             the older weights
 a load would fill a block   refused: vLLM's prefix cache can be told to leave such a block out, a
 only in part                neighbour cannot
-a load fails                the ``kv_load_failure_policy`` of MultiConnector counts, not ours
+a load fails                the ``kv_load_failure_policy`` of MultiConnector counts, not kvferry's
 ==========================  =====================================================================
 """
 
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class Beside:
-    """The neighbours of our connector; there may be none."""
+    """The neighbours of kvferry's connector; the group may be empty."""
 
     def __init__(self, connectors: Iterable[Any] = ()) -> None:
         """Args:
-        connectors: the neighbours, as they are in the scheduler's process.
+        connectors: the neighbours in the scheduler's process.
 
         Raises:
-            ConfigError: one of them connects engines as ours does.
+            ConfigError: a neighbour connects engines as kvferry does.
         """
         self._connectors = tuple(connectors)
         for each in self._connectors:
@@ -53,21 +53,21 @@ class Beside:
         return bool(self._connectors)
 
     def will_write(self, block_ids: Iterable[int]) -> None:
-        """A load into these blocks begins with this step."""
+        """Makes neighbours finish their copies from these blocks before a load overwrites them."""
         for each in self._connectors:
             compat.finish_copies_from(each, block_ids)
 
     def forget(self, outdated: Iterable[str]) -> None:
-        """The weights have changed; these requests have KV of the older ones."""
+        """Notes a change of the weights; the given requests have KV of the older weights."""
         self._outdated |= set(outdated)
         self._steps_to_forget = _STEPS_TO_STORE
 
     def request_finished(self, request_id: str) -> None:
-        """A request has ended."""
+        """Forgets a request that has ended."""
         self._outdated.discard(request_id)
 
     def look(self) -> None:
-        """A step begins, in which whatever was stored before may be looked up."""
+        """Resets the neighbours' caches at the start of a step, if they may hold outdated KV."""
         if not self._steps_to_forget:
             return
         self._steps_to_forget = _STEPS_TO_STORE if self._outdated else self._steps_to_forget - 1
@@ -75,10 +75,10 @@ class Beside:
             try:
                 each.reset_cache()
             except AssertionError:
-                # OffloadingConnector wants a step between two resets: somebody else has just made
-                # one, and nothing was stored since.
+                # OffloadingConnector wants a step between two resets: another caller has just reset
+                # it, and nothing was stored since.
                 logger.debug("%s was reset already", type(each).__name__)
 
 
 _STEPS_TO_STORE = 3
-"""Steps from its last one on in which a request's blocks may still be given to a store."""
+"""Number of steps after a request's last step in which its blocks may still reach a store."""

@@ -1,11 +1,11 @@
-"""vLLM's KV caches in our words: which cells each rank holds, and where they lie.
+"""vLLM's KV caches as kvferry groups: which cells each rank holds, and where the cells lie.
 
-A worker sees its own stage's layers, so the stages tell each other of theirs; then every rank
-builds the same geometries. A group of vLLM's has one block table; where its layers differ (head
-size, window), it becomes several groups of ours that share the table. Attention kernels may see a
-block of a table as several smaller ones; our groups are made of those, and :class:`CacheGroup`
-translates. What is said here of layers is of those with attention; recurrent ones are described by
-``states.py``.
+A worker sees only the layers of its own stage, so the stages exchange descriptions of their layers.
+Then every rank builds the same geometries. A vLLM group has one block table. If the layers of a
+group differ (head size, window), the group becomes several kvferry groups with the same table.
+Attention kernels may divide a block of a table into several smaller blocks. kvferry groups consist
+of these small blocks, and :class:`CacheGroup` translates. This module describes attention layers;
+``states.py`` describes recurrent layers.
 """
 
 import dataclasses
@@ -34,54 +34,54 @@ _SERVED = (
     "SlidingWindowSpec",
     "ChunkedLocalAttentionSpec",
 )
-"""Kinds of vLLM's KV cache specs that keep one cell per token, head and element."""
+"""Kinds of vLLM's KV cache specs with one cell per token, head and element."""
 
 _INDEXER_BLOCK = 128
-"""Elements of an indexer's key that share a scale, which is a float32 of :data:`_SCALE_BYTES`."""
+"""Number of elements of an indexer's key that share a scale, a float32 of :data:`_SCALE_BYTES`."""
 _SCALE_BYTES = 4
 INDEXER_LAYOUT = "BH(k=ND,v=ND)"
-"""Of a block of an indexer: the values of all its tokens, called k, then their scales, called v."""
+"""Layout of an indexer's block: the values of all tokens, named k, then the scales, named v."""
 _LATENT_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
-"""Bytes of a latent that is packed with its scales into one row."""
+"""Number of bytes in a latent packed with the scales into one row, by cache dtype."""
 
 
 class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
-    """The cache of one layer, as its own rank sees it."""
+    """The cache of one layer, as the layer's own rank sees the cache."""
 
     name: str
     table: int
-    """Index of vLLM's KV cache group, hence of the block table."""
+    """Index of vLLM's KV cache group, and so of the block table."""
     split: int
-    """Blocks of the tensor per entry of the table."""
+    """Number of blocks of the tensor per entry of the table."""
     num_kv_heads: int
-    """Of the model, all ranks together."""
+    """Number of KV heads of the model, over all ranks."""
     head_size: int
     head_size_v: int
     dtype: str
     block_size: int
-    """Tokens per block of the tensor."""
+    """Number of tokens in a block of the tensor."""
     layout: str = "BHNC"
     packing: str = ""
-    """Of opaque blocks; see :class:`EngineGeometry`."""
+    """Name of the packing of opaque blocks; see :class:`EngineGeometry`."""
     dcp_sharded: bool = True
-    """Whether DCP ranks share the tokens; otherwise each holds all."""
+    """Whether DCP ranks share the tokens; otherwise each rank holds all tokens."""
     use_mla: bool = False
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
 
 
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """One of our KV cache groups, and how vLLM's block tables read as ours."""
+    """A KV cache group of kvferry, and the translation of vLLM's block tables."""
 
     table: int
     """Index of vLLM's KV cache group."""
     split: int
-    """Our blocks per entry of vLLM's table."""
+    """Number of kvferry blocks per entry of vLLM's table."""
     geometry: GroupGeometry
-    """Which cells each rank holds."""
+    """Geometry of the group: the cells that each rank holds."""
 
     def block_ids(self, tables: Sequence[Sequence[int]]) -> list[int]:
-        """Our block table, from all of vLLM's. Null blocks stay null blocks."""
+        """The group's block table, from all tables of vLLM. Null blocks stay null blocks."""
         ids = tables[self.table]
         if self.split == 1:
             return list(ids)
@@ -95,7 +95,7 @@ def cache_views(
     """This rank's caches, logically ``[B, H, N, C]`` in every release.
 
     Raises:
-        ConfigError: one that cannot be seen so.
+        ConfigError: a cache cannot be viewed in this shape.
     """
     return {
         name: compat.release.cache_view(name, compat.spec_of_layer(group, name), kv_caches[name])
@@ -114,7 +114,7 @@ def layer_caches(
 ) -> list[LayerCache | StateCache]:
     """The caches of this rank's layers, in the order of vLLM's groups.
 
-    A layer that reads the cache of another one has none of its own, and is left out.
+    A layer that reads the cache of another layer has no cache, and is left out.
 
     Args:
         vllm_config: the engine's config.
@@ -123,7 +123,7 @@ def layer_caches(
         projections: see :func:`~kvferry.integrations.vllm.compat.projections.qkv_projections`.
 
     Raises:
-        ConfigError: a kind of cache that the adapter does not serve.
+        ConfigError: the adapter does not serve a kind of cache.
     """
     if kv_cache_config.has_mixed_precision_kv_cache and not compat.release.serves_packed:
         raise ConfigError(
@@ -201,20 +201,21 @@ def _layer_cache(
 def _packed_content(
     vllm_config: Any, name: str, spec: Any, tensor: torch.Tensor
 ) -> dict[str, Any] | None:
-    """What the blocks of a cache hold that keeps scales beside its values; ``None`` of others.
+    """Content of a cache's blocks with scales beside the values; ``None`` for all other caches.
 
-    A row of bytes, values and scales of one token and head, is no less a row for what its bytes
-    mean, so scales are elements of it. Of an indexer a block holds two tables of rows::
+    A row of bytes holds the values and scales of one token and head. The transfer does not depend
+    on the meaning of the bytes, so scales are elements of the row. A block of an indexer holds two
+    tables of rows::
 
         fp8_ds_mla              | latent | 4 scales | rotated key |       one row per token
         int8_per_token_head     | k | scale | v | scale |                 one per token and head
         indexer, a block        | values of its tokens | scales of its tokens |
 
     Raises:
-        ConfigError: a way of packing that the adapter does not know.
+        ConfigError: the adapter does not know the way of packing.
     """
     mode, size = spec.kv_quant_mode, spec.state_content_bytes
-    is_bytes = mode.name == "NONE" and spec.dtype == torch.uint8  # neither a dtype nor one of fp8
+    is_bytes = mode.name == "NONE" and spec.dtype == torch.uint8  # raw bytes: no dtype, no fp8
     if size is None and mode in compat.PLAIN_QUANT_MODES and not is_bytes:
         return None
     layer = compat.attention_layer(vllm_config, name)
@@ -246,21 +247,21 @@ def _packed_content(
 
 
 def _num_kv_heads(vllm_config: Any, name: str, on_this_rank: int, projection: Any) -> int:
-    """KV heads of a layer over all ranks.
+    """Number of KV heads of a layer over all ranks.
 
-    One head on one of several ranks may be one of as many heads as there are ranks, or a replica of
-    a neighbour's. The model's config has one number for layers that may differ, so the projection
-    that makes the layer's K and V says it.
+    If a rank has one head, the head may be one of as many heads as ranks, or a replica of a
+    neighbour's head. The model's config has a single number for layers that may differ. The
+    projection that makes the layer's K and V therefore gives the number.
 
     Args:
         vllm_config: the engine's config.
-        name: the layer.
-        on_this_rank: its KV heads on this rank.
-        projection: what makes the layer's K and V, if it is known; see
+        name: the layer's name.
+        on_this_rank: number of the layer's KV heads on this rank.
+        projection: the projection that makes the layer's K and V, if known; see
             :func:`~kvferry.integrations.vllm.compat.projections.qkv_projections`.
 
     Raises:
-        ConfigError: the number on this rank does not say it, and neither does a projection; or each
+        ConfigError: neither the number on this rank nor a projection decides the total; or each
             rank holds all of several heads.
     """
     tp = int(vllm_config.parallel_config.tensor_parallel_size)
@@ -288,7 +289,7 @@ def _packing(
     block_size: int,
     packings: dict[tuple[Any, ...], Packing],
 ) -> Packing:
-    """How a layer's blocks hold their cells; CPU attention is probed once per kind of layer."""
+    """Order of the cells in a layer's blocks; CPU attention is probed once per kind of layer."""
     layer = compat.attention_layer(vllm_config, name)
     if compat.backend_of(layer) != "CPU_ATTN":
         return Packing("BHNC")
@@ -309,7 +310,7 @@ def _packing(
 def cache_groups(
     stages: Sequence[Sequence[LayerCache | StateCache]], vllm_config: Any
 ) -> tuple[CacheGroup, ...]:
-    """Our groups, from the caches of all stages' layers; the same on every rank.
+    """The kvferry groups, from the caches of all stages' layers; equal on every rank.
 
     Raises:
         ConfigError: the parallel shape does not fit the heads.
@@ -373,9 +374,9 @@ def _cache_group(
 
 
 def num_blocks_of(groups: Sequence[CacheGroup], num_blocks: int) -> int:
-    """Blocks of ours that a pool of vLLM's has, in the words of the group with the fewest.
+    """Number of kvferry blocks in a vLLM pool, for the group with the smallest split.
 
-    A recurrent layer's block is never split, and is one of few that a request has.
+    A recurrent layer's block is never split, and a request has few such blocks.
     """
     splits = [group.split for group in groups if not group.geometry.is_recurrent]
     return num_blocks * min(splits, default=1)
@@ -384,10 +385,10 @@ def num_blocks_of(groups: Sequence[CacheGroup], num_blocks: int) -> int:
 def tensors_of(
     groups: Sequence[CacheGroup], kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """This rank's tensors in the shape that our layouts say.
+    """This rank's tensors, in the shapes of kvferry's layouts.
 
     Raises:
-        ConfigError: a tensor whose tokens and elements cannot be seen as one dim.
+        ConfigError: the tokens and elements of a tensor cannot be viewed as one dim.
     """
     found: dict[str, torch.Tensor] = {}
     for group in groups:
@@ -402,7 +403,7 @@ def tensors_of(
 
 
 def _flattened(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """[B, H, N, C] as [B, H, N * C]."""
+    """Views [B, H, N, C] as [B, H, N * C]."""
     try:
         return tensor.view(*tensor.shape[:2], -1)
     except RuntimeError as error:

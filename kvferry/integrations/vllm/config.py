@@ -1,32 +1,33 @@
-"""vLLM's ``kv_transfer_config`` as ours, its extra keys checked."""
+"""Conversion of vLLM's ``kv_transfer_config`` into kvferry's, with checked extra keys."""
 
-from typing import Any, Literal
+import logging
+from typing import Any
 
 import msgspec
 
 from kvferry.config import KVTransferConfig, parse_struct
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.errors import ConfigError
+from kvferry.integrations.checkpoint import WeightsCheck
 
-WeightsCheck = Literal["sample", "full", "config"]
+logger = logging.getLogger(__name__)
 
 
 class VllmConnectorConfig(PullConfig, frozen=True, kw_only=True):
-    """``kv_connector_extra_config`` of the adapter: the PullConnector's keys and those below."""
+    """``kv_connector_extra_config`` of the adapter: the PullConnector's keys and the keys below."""
 
-    transport: str | tuple[str, ...] = ("vm", "tcp")
-    """Transports that move memory which vLLM owns, best first."""
     weights_check: WeightsCheck = "sample"
-    """How two checkpoints are told apart: by three slices of every tensor, by every byte (reads
-    all weights once more at start), or by the model's config alone. So are two LoRA adapters of
-    one name."""
+    """How two checkpoints are told apart: by three slices of every tensor, by every byte (reads all
+    weights once more at start), or by the model's config alone. LoRA adapters with equal names are
+    told apart in the same way."""
 
 
 def transfer_config(vllm_config: Any) -> tuple[KVTransferConfig, VllmConnectorConfig]:
-    """Our config of a vLLM engine.
+    """The kvferry config of a vLLM engine.
 
-    Every data-parallel engine listens on a port of its own, ``kv_port`` plus its index, and tells
-    ``advertise_port`` plus its index. Ports that are given for transports count its ranks on.
+    Every data-parallel engine listens on ``kv_port`` plus the engine's index and tells peers
+    ``advertise_port`` plus the index. A port in ``transport_config`` grows by the index times the
+    number of ranks per engine.
 
     Raises:
         ConfigError: an unknown or wrong key in ``kv_connector_extra_config``, or a setting of the
@@ -34,11 +35,7 @@ def transfer_config(vllm_config: Any) -> tuple[KVTransferConfig, VllmConnectorCo
     """
     theirs = vllm_config.kv_transfer_config
     parallel = vllm_config.parallel_config
-    extra = parse_struct(
-        VllmConnectorConfig,
-        theirs.kv_connector_extra_config,
-        f"kv_connector_extra_config of {theirs.kv_connector}",
-    )
+    extra = _extra_of(theirs)
     if parallel.prefill_context_parallel_size > 1:
         raise ConfigError(
             f"prefill_context_parallel_size: {parallel.prefill_context_parallel_size}; this "
@@ -68,3 +65,27 @@ def transfer_config(vllm_config: Any) -> tuple[KVTransferConfig, VllmConnectorCo
         kv_load_failure_policy=theirs.kv_load_failure_policy,
     )
     return config, extra
+
+
+def may_sleep(kv_transfer_config: Any) -> bool:
+    """Whether the transports that an engine names serve caches whose memory is let go in sleep
+    mode; logs the reason if not.
+
+    Raises:
+        ConfigError: an unknown or wrong key in ``kv_connector_extra_config``.
+    """
+    extra = _extra_of(kv_transfer_config)
+    try:
+        extra.check_sleep()
+    except ConfigError as error:
+        logger.error("sleep mode: %s", error)
+        return False
+    return True
+
+
+def _extra_of(kv_transfer_config: Any) -> VllmConnectorConfig:
+    return parse_struct(
+        VllmConnectorConfig,
+        kv_transfer_config.kv_connector_extra_config,
+        f"kv_connector_extra_config of {kv_transfer_config.kv_connector}",
+    )

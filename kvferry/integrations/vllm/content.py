@@ -1,8 +1,8 @@
-"""What else than its token ids decides the KV of a request.
+"""The content beside the token ids that decides the KV of a request.
 
-These are the things that vLLM puts beside the tokens into the hashes of its prefix cache, but for
-the salt, which keeps equal blocks apart on purpose. There they are compared within one process;
-here they must be the same on two servers, so an adapter is not known by its number or its path.
+vLLM puts the same content beside the tokens into the hashes of its prefix cache. The salt is left
+out here, as a salt keeps equal blocks apart on purpose. vLLM compares within one process; here the
+values must be equal on two servers, so an adapter's number or path cannot identify the adapter.
 """
 
 import hashlib
@@ -13,39 +13,43 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from kvferry.integrations.checkpoint import (
+    WeightsCheck,
+    digest_of,
+    digest_of_files,
+    weight_files,
+)
 from kvferry.integrations.vllm import compat
-from kvferry.integrations.vllm.config import WeightsCheck
-from kvferry.integrations.vllm.fingerprint import digest_of, digest_of_files, weight_files
 
 logger = logging.getLogger(__name__)
 
 _NAME_CHARS = 64
-"""Characters of an adapter's name that a ticket shows; its digest covers all."""
+"""Number of characters of an adapter's name in a ticket; the digest covers all characters."""
 _ADAPTER_CONFIG = "adapter_config.json"
 _OUTSIDE_DIGEST = ("base_model_name_or_path", "revision")
-"""Keys of an adapter's config that say where its model lies, not what it is."""
+"""Keys of an adapter's config that name the base model's place, and not its content."""
 
 Files = tuple[tuple[str, int, int], ...]
-"""Name, bytes and time of change of a folder's files."""
+"""Name, size in bytes and modification time in nanoseconds of each file in a folder."""
 
 
 class Adapters:
-    """Tells LoRA adapters apart: by name, and by what their files hold.
+    """Identifies LoRA adapters by name and by the content of their files.
 
-    Two servers may have different adapters under one name. The files are read when a request
-    first brings the adapter, and again once they have changed.
+    Two servers may have different adapters under one name. The files are read when a request first
+    names the adapter, and again after they have changed.
     """
 
     def __init__(self, check: WeightsCheck) -> None:
         """Args:
-        check: how much is read of the files; with ``config`` nothing, and the name alone counts.
+        check: how much is read of the files; with ``config``, only the name counts.
         """
         self._check = check
         self._known: dict[tuple[str, str], tuple[Path, Files, str]] = {}
         self._warned: set[str] = set()
 
     def key(self, name: str, path: str) -> str:
-        """The adapter's name and a digest, the same on every server that has the adapter."""
+        """The adapter's name and a digest, equal on every server with the adapter."""
         if self._check == "config":
             return _named(name, "")
         try:
@@ -89,21 +93,21 @@ class ContentKeys:
 
     def __init__(self, check: WeightsCheck, *, inputs_are_hashed: bool = True) -> None:
         """Args:
-        check: how adapters of one name are told apart.
-        inputs_are_hashed: see :func:`compat.hashes_inputs`. If not, a request with multimodal
-            inputs is like none of another server.
+        check: how adapters with equal names are told apart.
+        inputs_are_hashed: see :func:`compat.hashes_inputs`. If false, a request with multimodal
+            inputs equals no request of another server.
         """
         self.weights = ""
-        """Digest of the engine's weights; empty where it is not known."""
+        """Digest of the engine's weights; empty if the digest is not known."""
         self._adapters = Adapters(check)
         self._unhashed = "" if inputs_are_hashed else f"not hashed {secrets.token_hex(8)}"
 
     def of(self, request: Any, num_tokens: int) -> dict[str, str]:
-        """Part → text.
+        """Returns part of the content → text.
 
         Args:
-            request: vLLM's.
-            num_tokens: inputs whose placeholders begin after these tokens do not count.
+            request: the request of vLLM.
+            num_tokens: number of leading tokens; inputs with later placeholders do not count.
         """
         keys = {"weights": self.weights} if self.weights else {}
         adapter = compat.adapter_of(request)
@@ -120,7 +124,9 @@ class ContentKeys:
 
 
 def _embeddings_key(embeddings_TD: Any, are_tokens: list[bool]) -> str:
-    """Equal for equal bytes: a server that computes in another dtype has other embeddings."""
+    """Key of embeddings, equal for equal bytes: a server with another dtype has other
+    embeddings.
+    """
     dtype = str(embeddings_TD.dtype).removeprefix("torch.")
     digest = hashlib.sha256(f"{dtype} {tuple(embeddings_TD.shape)}\n".encode())
     digest.update(bytes(are_tokens))

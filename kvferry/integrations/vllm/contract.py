@@ -1,19 +1,18 @@
-"""What the adapter needs of vLLM, by name, and which of it an installed vLLM does not have.
+"""The names of vLLM that the adapter needs, and the names that an installed vLLM lacks.
 
-The adapter was tested with the releases that it knows. Of a newer one it asks, before it serves,
-whether every name is still there and every method still takes the same parameters. What these do
-is beyond it.
+The adapter was tested with the known releases. For a newer release, the adapter checks before
+serving that every name still exists and that every method still takes the same parameters. The
+behaviour behind the names is not checked.
 """
 
-import importlib
-import inspect
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+
+from kvferry.integrations import contract
 
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 NEEDED: Mapping[str, tuple[str, ...]] = {
-    # What vLLM calls on a connector. Without one of these, something would silently not happen.
+    # Methods that vLLM calls on a connector. If a method is gone, some work silently stops.
     f"{_CONNECTOR}.base:KVConnectorBase_V1": (
         "__init__(vllm_config, role, kv_cache_config)",
         "_connector_metadata",
@@ -37,10 +36,13 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "register_kv_caches(kv_caches)",
         "reset_cache()",
         "request_finished(request, block_ids)",
+        "restore_kv_caches()",
         "save_kv_layer(layer_name, kv_layer, attn_metadata, kwargs)",
         "set_xfer_handshake_metadata_pp_aware(metadata)",
         "shutdown()",
         "start_load_kv(forward_context, kwargs)",
+        "supports_sleep_mode(kv_transfer_config)",
+        "unregister_kv_caches()",
         "update_connector_output(connector_output)",
         "update_state_after_alloc(request, blocks, num_external_tokens)",
         "wait_for_layer_load(layer_name)",
@@ -68,7 +70,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "reduce()",
         "reset()",
     ),
-    # Connectors beside ours.
+    # Connectors beside kvferry's.
     f"{_CONNECTOR}.multi_connector:MultiConnector": ("_connectors",),
     f"{_CONNECTOR}.offloading.scheduler:OffloadingConnectorScheduler": (
         "_current_batch_allocated_block_ids",
@@ -95,6 +97,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
+        "output_token_ids",
         "prompt_embeds",
         "prompt_is_token_ids",
         "prompt_token_ids",
@@ -225,6 +228,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "vllm.config:ModelConfig": (
         "architectures",
         "dtype",
+        "enable_sleep_mode",
         "get_total_num_hidden_layers()",
         "hf_config",
         "hf_text_config",
@@ -257,59 +261,25 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "vllm.platforms:current_platform": ("fp8_dtype", "is_cpu", "is_rocm"),
     "vllm._custom_ops:cpu_attn_reshape_and_cache": (),
 }
-"""Module and name → members; a method that we call, or that vLLM calls, with its parameters."""
+"""Module and name → members; methods stand with their parameters."""
 
 
 def num_needed() -> int:
-    """How many names and members are looked for."""
-    return len(NEEDED) + sum(len(members) for members in NEEDED.values())
+    """Number of checked names and members."""
+    return contract.num_needed(NEEDED)
 
 
 def gone() -> list[str]:
-    """What the installed vLLM does not have: ``module:name`` or ``name.member``.
-
-    A method with other parameters is followed by those that it takes.
+    """Names that the installed vLLM lacks, see :func:`kvferry.integrations.contract.gone`; and
+    methods that every connector must have now.
     """
-    return [found for place, members in NEEDED.items() for found in _gone_of(place, members)]
-
-
-def _gone_of(place: str, members: tuple[str, ...]) -> Iterator[str]:
-    module, name = place.split(":")
-    try:
-        owner = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
-        yield place
-        return
-    for member in members:
-        wanted, _, parameters = member.partition("(")
-        if not _has(owner, wanted):
-            yield f"{name}.{wanted}"
-        elif parameters:
-            taken = _parameters(getattr(owner, wanted))
-            if taken != parameters.removesuffix(")"):
-                yield f"{name}.{member}, which takes ({taken})"
-    if name == "KVConnectorBase_V1":
-        known = {member.partition("(")[0] for member in members}
-        for method in sorted(owner.__abstractmethods__ - known):
-            yield f"{name} without {method}, which every connector must have now"
-
-
-def _has(owner: Any, member: str) -> bool:
-    """Whether it is a member of a class, one of its fields, or set by a constructor."""
-    if hasattr(owner, member):
-        return True
-    return any(
-        member in vars(each).get("__annotations__", ())
-        or member in _assigned(vars(each).get("__init__"))
-        for each in getattr(owner, "__mro__", ())
-    )
-
-
-def _assigned(constructor: Any) -> tuple[str, ...]:
-    """Names of attributes in a constructor's code."""
-    return constructor.__code__.co_names if inspect.isfunction(constructor) else ()
-
-
-def _parameters(method: Any) -> str:
-    names = inspect.signature(method).parameters
-    return ", ".join(name for name in names if name != "self")
+    found = contract.gone(NEEDED)
+    base = f"{_CONNECTOR}.base:KVConnectorBase_V1"
+    if base in found:
+        return found
+    known = {member.partition("(")[0] for member in NEEDED[base]}
+    new = sorted(contract.owner_of(base).__abstractmethods__ - known)
+    return found + [
+        f"KVConnectorBase_V1 without {method}, which every connector must have now"
+        for method in new
+    ]

@@ -1,17 +1,17 @@
-"""Digests of the weights behind each KV head of a rank of vLLM's.
+"""Digests of the weights behind each KV head of a vLLM rank.
 
-The rows that make K and V lie in the projection that the layer's attention module owns
-(``compat/projections.py``); ``topology/heads.py`` says what the digests prove.
+The rows that make K and V lie in the projection of the layer's attention module
+(``compat/projections.py``); ``topology/heads.py`` explains the proof that the digests give.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvferry.integrations.checkpoint import WeightsCheck
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.caches import INDEXER_LAYOUT, CacheGroup
 from kvferry.integrations.vllm.compat.projections import kv_weights
-from kvferry.integrations.vllm.config import WeightsCheck
 from kvferry.integrations.vllm.fingerprint import are_dummy
 from kvferry.topology import EngineGeometry
 from kvferry.topology.heads import LATENT, HeadDigests, digest_heads, form_of
@@ -26,15 +26,15 @@ def head_digests(
     rank: int,
     exempt: str,
 ) -> HeadDigests:
-    """Digests of the weights that a rank has loaded, of each of its attention layers.
+    """Digests of the loaded weights of a rank, for each attention layer.
 
     Args:
-        vllm_config: of the rank's worker.
-        projections: of the rank's layers, see
+        vllm_config: the config of the rank's worker.
+        projections: the projections of the rank's layers, see
             :func:`~kvferry.integrations.vllm.compat.projections.qkv_projections`.
         groups: the engine's groups.
         rank: the rank.
-        exempt: why no weights are digested at all, see :func:`why_exempt`.
+        exempt: the reason why no weights are digested at all, see :func:`why_exempt`.
     """
     told: dict[int, tuple[str, bytes]] = {}
     for group in groups:
@@ -54,10 +54,10 @@ def head_digests(
 
 
 def why_exempt(vllm_config: Any, check: WeightsCheck) -> str:
-    """Why the weights that an engine starts with are not digested; empty if they are.
+    """Reason why the weights at an engine's start are not digested; empty if they are digested.
 
-    vLLM draws dummy weights on each rank for itself. With ``config`` nobody watches whether the
-    weights change, and digests of older ones would refuse a right pair.
+    vLLM draws dummy weights on each rank separately. With ``config``, kvferry does not watch
+    whether the weights change, and digests of older weights would refuse a right pair.
     """
     if are_dummy(vllm_config.load_config.load_format):
         return "weights are dummies, and each rank drew its own"
@@ -65,7 +65,7 @@ def why_exempt(vllm_config: Any, check: WeightsCheck) -> str:
 
 
 def _digest(projection: Any, attention: Any, num_heads: int) -> tuple[str, bytes]:
-    """Form and digests of one layer's heads; or why there are none."""
+    """Form and digests of one layer's heads; or the reason why there are no digests."""
     if projection is None:
         return "no QKV projection of the layer was found", b""
     try:
@@ -78,6 +78,6 @@ def _digest(projection: Any, attention: Any, num_heads: int) -> tuple[str, bytes
         form = form_of(str(projection.weight.dtype).removeprefix("torch."))
         return form, digest_heads(k_HDC.numpy(), v_HDC.numpy(), form)
     except Exception as error:
-        # Kernels of any platform are asked here. A proof that cannot be made is no reason to end.
+        # This code calls kernels of any platform. A missing proof is no reason to end the engine.
         logger.exception("the weights behind KV heads could not be digested")
         return f"weights could not be digested ({type(error).__name__})", b""

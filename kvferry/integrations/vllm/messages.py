@@ -1,10 +1,9 @@
-"""What the halves of the adapter tell each other through vLLM."""
+"""The messages between the two halves of the adapter, sent through vLLM."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kvferry.connectors.base import TransferRecord
 from kvferry.connectors.pull.metadata import PullMetadata
 from kvferry.integrations.vllm.caches import CacheGroup
 from kvferry.integrations.vllm.compat import (
@@ -12,10 +11,11 @@ from kvferry.integrations.vllm.compat import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+from kvferry.observe.records import TransferRecord
 from kvferry.topology.description import ModelFingerprint
 
 Written: TypeAlias = dict[str, dict[int, int]]
-"""Lease id → rank → leading tokens that it has written."""
+"""Lease id → rank → number of leading tokens written by the rank."""
 
 
 @dataclass
@@ -23,58 +23,60 @@ class StepMetadata(KVConnectorMetadata):
     """One step's news from the scheduler half to every rank."""
 
     news: PullMetadata | None = None
-    """``None`` where there is none."""
+    """News for kvferry's worker; ``None`` if there is no news."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Parked requests whose load was refused → a block of vLLM's that it would have filled. Each
-    rank reports both as failed."""
+    """Id of a parked request whose load was refused → a vLLM block that the load would have filled.
+    Each rank reports the request and the block as failed."""
 
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """What one rank tells the scheduler half at start."""
+    """Description of a rank, sent to the scheduler half at start."""
 
     rank: int
     incarnation: str
-    """Of the engine; decided by rank 0."""
+    """Incarnation of the engine, decided by rank 0."""
     groups: tuple[CacheGroup, ...]
-    """Of the whole engine, the same on every rank."""
+    """Cache groups of the whole engine, equal on every rank."""
     model: ModelFingerprint
-    """As the rank sees it, without the weights. Some of vLLM's models write into their config when
-    they are built, which the scheduler's process does with one rank only."""
+    """Fingerprint of the model as the rank sees it, without the weights. Some of vLLM's models
+    write into their config when they are built, which happens in the scheduler's process for a
+    single rank only."""
     num_blocks: int
-    """Blocks of vLLM's pool."""
+    """Number of blocks in vLLM's pool."""
     handshake: bytes
-    """For other engines: what our worker half says of itself."""
+    """Description of kvferry's worker for other engines."""
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """What ranks report of a step beside what vLLM has fields for."""
+    """The ranks' reports of a step, for which vLLM has no fields."""
 
     records: list[TransferRecord] = field(default_factory=list)
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Request id → (bytes in place, bytes in all)."""
     failed: set[str] = field(default_factory=set)
-    """Requests whose load failed on a rank; vLLM counts on when every rank is done with it."""
+    """Requests whose load failed on a rank; vLLM waits until every rank has finished the load."""
     written: Written = field(default_factory=dict)
     """See :attr:`kvferry.connectors.base.KVConnectorOutput.written`."""
     later: Callable[[], Written] | None = None
-    """Says what else is written by the time when it is asked. A worker makes its report when it
-    has handed a step to its device; vLLM lets go of it when the device has drawn the tokens of that
-    step, by which time all that the step writes is there."""
+    """Function that returns the tokens written by the time of the call; ``None`` if none will
+    follow. A worker makes the report after handing a step to the device. vLLM releases the report
+    when the device has sampled the tokens of this step; all writes of the step are in place by
+    then."""
 
     def settle(self) -> None:
-        """Takes in what is written by now."""
+        """Adds the tokens written by now."""
         if self.later is not None:
             self.written |= self.later()
             self.later = None
 
     def __getstate__(self) -> dict[str, Any]:
-        self.settle()  # it leaves its rank
+        self.settle()  # the report leaves its rank
         return dict(vars(self))
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
-        """This report and that of another rank."""
+        """Joins this report and the report of another rank."""
         assert isinstance(other, StepReport)  # all ranks run this connector
         self.settle()
         other.settle()

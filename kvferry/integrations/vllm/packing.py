@@ -1,9 +1,9 @@
-"""How CPU attention stores a block, found out by letting vLLM's own operation write one.
+"""Order of the cells in a CPU attention block, found by letting vLLM's operation write a block.
 
-Its caches are shaped ``[B, H, N, 2 * D]``, but inside a (block, head) the order of elements depends
-on dtype, instruction set and block size. float32 and float16 hold K as ``[D, N]``, then V as
-``[N, D]``; bfloat16 on AMX machines holds tiles of 16 tokens. So nothing is assumed: the index of
-every (token, element) is written bit by bit, and read back from where it came to lie.
+CPU caches have the shape ``[B, H, N, 2 * D]``, but inside a (block, head) the order of elements
+depends on dtype, instruction set and block size. float32 and float16 hold K as ``[D, N]``, then V
+as ``[N, D]``; bfloat16 on AMX machines holds tiles of 16 tokens. So nothing is assumed: the probe
+writes the index of every (token, element) bit by bit, and finds the place of each index.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ import torch
 Indices = npt.NDArray[np.int64]
 
 WriteBlock = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""K and V, each [tokens, elements] → the flat block, of any dtype of one element per cell."""
+"""K and V, each [tokens, elements] → the flat block, with one element of any dtype per cell."""
 
 TRANSPOSED_K = "BH(k=DN,v=ND)"
-"""The layout of float32 and float16."""
+"""Layout of float32 and float16 caches."""
 
-#: Layout → for an index array [N, D], where K's and V's cells lie in it.
+#: Layout → for an index array [N, D], the places of the cells of K and V.
 _KNOWN: dict[str, Callable[[Indices], tuple[Indices, Indices]]] = {
     TRANSPOSED_K: lambda cells: (cells.T, cells),
     "BH(k=ND,v=ND)": lambda cells: (cells, cells),
@@ -31,12 +31,12 @@ _KNOWN: dict[str, Callable[[Indices], tuple[Indices, Indices]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the cells of a (block, head) lie."""
+    """Places of the cells of a (block, head)."""
 
     layout: str
-    """The layout; of an opaque block, one with the same outer dims and bytes."""
+    """Layout of the block; for an opaque block, a layout with the same outer dims and bytes."""
     name: str = ""
-    """Of an opaque block, the name of its order; empty where the layout says it all."""
+    """Name of an opaque block's order; empty if the layout describes the order."""
 
 
 def probe_packing(
@@ -46,10 +46,10 @@ def probe_packing(
 
     Args:
         write: stores one block of one head.
-        dtype: of the keys and values that it takes.
+        dtype: dtype of the arguments of ``write``.
         block_size: tokens per block.
         head_size: elements per head.
-        name: of the writer, for the name of an order that no layout says.
+        name: name of the writer; part of the name of an order that no layout describes.
     """
     k_cells, v_cells = _order(write, dtype, block_size, head_size)
     cells = np.arange(block_size * head_size).reshape(block_size, head_size)
@@ -65,10 +65,11 @@ def probe_packing(
 def _order(
     write: WriteBlock, dtype: torch.dtype, block_size: int, head_size: int
 ) -> tuple[Indices, Indices]:
-    """For each place of the K part and of the V part, the index ``n * head_size + d`` of its cell.
+    """For each place of the K part and of the V part, the index ``n * head_size + d`` of the cell.
 
-    Ones and zeros are exact in every dtype, so one bit of the index is written at a time. A 1 for
-    all is written last: a place that never shows it holds no cell, which no order can describe.
+    Only 0 and 1 are exact in every dtype, so the probe writes one bit of the index at a time. At
+    the end, the probe writes 1 everywhere. A place without this 1 holds no cell, and no order can
+    describe such a block.
     """
     cells = np.arange(block_size * head_size)
     found = np.zeros(2 * len(cells), dtype=np.int64)

@@ -2,15 +2,17 @@
 
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import vllm
 from msgspec.structs import replace
 
 from kvferry.config import shown
 from kvferry.connectors.base import ConnectorContext, KVConnectorOutput
 from kvferry.connectors.pull.scheduler import PullScheduler
 from kvferry.errors import ConfigError, KVFerryError
+from kvferry.integrations.first_token import is_wanted
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.beside import Beside
 from kvferry.integrations.vllm.caches import CacheGroup, num_blocks_of
@@ -18,30 +20,30 @@ from kvferry.integrations.vllm.config import transfer_config
 from kvferry.integrations.vllm.content import ContentKeys
 from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport
 from kvferry.integrations.vllm.stats import LoadStats
-from kvferry.integrations.vllm.views import BlocksView, Prompts, RequestView
+from kvferry.integrations.vllm.views import Prompts, VllmBlocks, VllmRequest
 from kvferry.integrations.vllm.weights import EngineWeights
 from kvferry.topology import GroupGeometry
 
 logger = logging.getLogger(__name__)
 
 SPARE = 16
-"""Cached prefixes are withdrawn while less than one of so many blocks is free."""
+"""Divisor of the usable blocks: cached prefixes are withdrawn while fewer than 1/16 are free."""
 
 _NOTHING = StepMetadata()
-"""For the many steps without news; nobody changes it."""
+"""Metadata of the many steps without news; shared, so never modified."""
 
 
 class SchedulerHalf:
     """Translates vLLM's scheduler calls for a :class:`PullScheduler`.
 
-    Nothing may be raised into vLLM's loop once it runs, as it would end the engine. A load that our
-    half refuses ends as the engine's ``kv_load_failure_policy`` says: with ``recompute`` no tokens
-    are offered, and vLLM computes the prompt; with ``fail`` the request is parked as if it loaded,
-    and the ranks report in the same step that the load failed.
+    No method may raise into vLLM's running loop, because an exception would end the engine. For a
+    refused load, the engine's ``kv_load_failure_policy`` applies. With ``recompute``, no tokens are
+    offered, and vLLM computes the prompt. With ``fail``, the request is parked like a loading
+    request, and the ranks report in the same step that the load failed.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """Checks the config; :meth:`open` does the rest, once the ranks are known.
+        """Checks the config; :meth:`open` does the rest when the ranks are known.
 
         Raises:
             ConfigError: see :func:`~kvferry.integrations.vllm.config.transfer_config`.
@@ -49,27 +51,26 @@ class SchedulerHalf:
         self._vllm_config = vllm_config
         self._config, self._extra = transfer_config(vllm_config)
         self._recompute = self._config.kv_load_failure_policy == "recompute"
-        self._groups: tuple[CacheGroup, ...] = ()
+        self.groups: tuple[CacheGroup, ...] = ()
+        """The KV cache groups that kvferry describes to peers; empty until :meth:`open`."""
         self._prompts = Prompts(())
         self._pull: PullScheduler | None = None
-        self._has_windows = False
-        self._has_states = False
+        self._has_windows = self._has_states = False
         self._kv_cache_manager: Any = None
         self._beside = Beside()
         self._leaves_out = False
-        """Whether blocks that a load fills in part can be kept from vLLM's prefix cache."""
+        """Whether blocks that a load fills in part can be kept out of vLLM's prefix cache."""
         self._refused: dict[str, KVFerryError] = {}
         self._refused_now: dict[str, int] = {}
-        """Request id → the last block that its load would have filled."""
+        """Request id → the last block of the request's refused load."""
         self._failing: set[str] = set()
-        """Requests whose load failed on a rank, until every rank is done with it."""
+        """Requests whose load failed on a rank, until every rank has finished the load."""
         self._loaded: dict[str, Any] = {}
-        """Request id → the request, for those that were given blocks to load into."""
+        """Request id → the request, for requests with blocks to load into."""
         self._num_cached: dict[str, int] = {}
-        """Request id → tokens that the prefix cache had of it, for those of which only these are
-        lent."""
+        """Request id → number of cached tokens, for requests with ``only_cached``."""
         self._without_blocks: set[str] = set()
-        """Requests that could have been admitted in the last step, and were not."""
+        """Requests that could have been admitted in the last step but received no blocks."""
         self._overtaken: set[str] = set()
         """Requests that were loading when the weights changed."""
         self._stats: LoadStats | None = None
@@ -86,10 +87,10 @@ class SchedulerHalf:
     def bind_kv_cache_manager(
         self, kv_cache_manager: Any, beside: tuple[list[Any], str] | None
     ) -> None:
-        """See vLLM; it comes before :meth:`open`.
+        """See vLLM, which calls this method before :meth:`open`.
 
         Args:
-            kv_cache_manager: the scheduler's.
+            kv_cache_manager: the scheduler's cache manager.
             beside: see :func:`~kvferry.integrations.vllm.compat.connectors_beside`.
 
         Raises:
@@ -110,19 +111,20 @@ class SchedulerHalf:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Withdraws a cached prefix that is lent and nobody has fetched, where vLLM lacks blocks.
+        """Withdraws the oldest lent prefix that no engine has fetched, if vLLM lacks blocks.
 
-        Its blocks come back in the next step or the one after it: vLLM frees what its ranks report.
+        The blocks return one or two steps later: vLLM frees blocks when the ranks report.
         """
         lacks, self._without_blocks = bool(self._without_blocks), set()
-        if self._pull is None or not self._pull.lends_prefixes:
+        if self._pull is None or not self._pull.lender.prefixes:
             return
         free, usable = compat.free_blocks(self._kv_cache_manager)
-        if (lacks or free < usable // SPARE) and self._pull.withdraw_oldest():
+        if (lacks or free < usable // SPARE) and self._pull.lender.prefixes.withdraw_oldest():
             self._news_for_stats().note_withdrawal()
 
     def open(self, handshakes: Iterable[RankHandshake]) -> None:
-        """Starts the control channel; from now on other engines may connect.
+        """Starts the control channel; other engines may connect from then. Later calls only tell
+        other engines of caches that the ranks have registered again.
 
         Raises:
             ConfigError: the ranks' reports do not fit together, or a key cannot be read.
@@ -142,11 +144,15 @@ class SchedulerHalf:
                     f"rank {each.rank} describes another KV cache than rank 0; all ranks run the "
                     "same model"
                 )
-        self._groups = first.groups
+        if self._pull is not None:
+            self._open_again(self._pull, ranks)
+            return
+        self.groups = first.groups
         self._prompts = Prompts(first.groups)
         weights = self._weights.open(first.groups)
         if self._extra.weights_check != "config":
             self._content.weights = weights
+        has_prefixes = self._beside or self._vllm_config.cache_config.enable_prefix_caching
         context = ConnectorContext(
             shows_steps=self._shows_steps(),
             config=self._config,
@@ -157,17 +163,15 @@ class SchedulerHalf:
             num_blocks=num_blocks_of(first.groups, first.num_blocks),
             world_size=world_size,
             layer_windows=layer_windows(first.groups),
-            asks_what_was_filled=(
-                self._leaves_out
-                or not (self._beside or self._vllm_config.cache_config.enable_prefix_caching)
-            ),
+            asks_what_was_filled=self._leaves_out or not has_prefixes,
+            serving_engine=f"vLLM {vllm.__version__}",
         )
         self._has_windows = any(keeps_a_part(group.geometry) for group in first.groups)
         self._has_states = any(group.geometry.is_recurrent for group in first.groups)
         self._pull = PullScheduler.open(context)
         self._pull.set_worker_handshakes([each.handshake for each in ranks])
         if not self._weights.are_watched:  # digests of older weights would refuse a right pair
-            self._pull.set_head_digests(None)
+            self._pull.description.set_heads(None)
         logger.info(
             "engine %s listens on %s:%d, peers are told %s",
             self._config.engine_id,
@@ -176,17 +180,27 @@ class SchedulerHalf:
             self._pull.address,
         )
 
+    def _open_again(self, pull: PullScheduler, ranks: Sequence[RankHandshake]) -> None:
+        """Describes the caches after a wake-up. vLLM also wakes engines that did not sleep, or kept
+        their caches; then the incarnation is the same, and nothing has changed.
+        """
+        incarnation = ranks[0].incarnation
+        if incarnation == pull.description.told.incarnation:
+            return
+        pull.begin_anew(incarnation, [each.handshake for each in ranks])
+        logger.info("engine %s has registered its KV cache again", self._config.engine_id)
+
     def _shows_steps(self) -> bool:
-        """Whether the reports of steps say which tokens are written, so that prompts can be lent
-        while they are computed.
+        """Whether a step's report says which tokens are written, so that prompts can be lent while
+        they are computed.
         """
         for reason, is_so in (
-            # What drafts them computes its own KV after the report.
+            # The drafter computes KV after the report.
             (
                 "tokens are drafted (speculative_config)",
                 self._vllm_config.speculative_config is not None,
             ),
-            # It may say after a step that what it brought for the step was never there.
+            # Another connector may report after a step that KV for the step never arrived.
             ("there is another connector beside kvferry's", bool(self._beside)),
         ):
             if is_so:
@@ -197,14 +211,14 @@ class SchedulerHalf:
 
     @property
     def pull(self) -> PullScheduler:
-        """Our half."""
+        """The kvferry scheduler, once the ranks have described themselves."""
         assert self._pull is not None  # vLLM hands over the ranks' reports before any request
         return self._pull
 
     # ---- weights that change ------------------------------------------------------------------
 
     def _look_at_weights(self) -> None:
-        """After a call that may have changed the weights: lets go of what was computed before."""
+        """After a call that may have changed the weights, drops the KV of the older weights."""
         if not self._weights.in_question or self._pull is None:
             return
         before, after = self._content.weights, self._weights.look()
@@ -225,13 +239,13 @@ class SchedulerHalf:
         self.pull.set_weights(after, outdated, self._weights.heads)
         self._beside.forget(outdated)
         for request_id, request in self._loaded.items():
-            if self.pull.is_loading(request_id):
+            if request_id in self.pull.borrower.active:
                 self._overtaken.add(request_id)
             else:
                 compat.begin_anew(self._kv_cache_manager, request)
 
     def _end_transfers(self, before: str, after: str) -> None:
-        """Has nothing more lent or loaded: nobody knows which KV here is of which weights."""
+        """Stops all lending and loading: the weights behind each block's KV are unknown now."""
         logger.warning(
             "the weights have changed in memory, from %s to %s: leases are revoked, and nothing is "
             "lent or loaded any more, as before 0.30 vLLM does not let kvferry empty its prefix "
@@ -240,22 +254,22 @@ class SchedulerHalf:
             after,
         )
         self._weights.close()
-        # Equal to those of no other engine.
+        # No other engine has an equal value.
         self._content.weights = f"{after} or older ones {secrets.token_hex(8)}"
         self.pull.set_weights(self._content.weights, None)
 
     def _revoke_leases(self) -> None:
         if self._pull is not None:
-            self._pull.revoke_leases()
+            self._pull.lender.leases.revoke_all()
 
     # ---- requests -----------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
         """See :meth:`PullScheduler.on_new_request`.
 
-        For a request that its API server refuses (too long a prompt, say) or that ended with an
-        error, vLLM sends another one with the same parameters, a prompt of one zero and the order
-        to abort it, so that the prefill engine's blocks are freed.
+        vLLM's API server may refuse a request (for too long a prompt, say), or a request may end
+        with an error. vLLM then sends another request with the same parameters, a prompt of one
+        zero and the order to abort, so that the prefill engine frees the blocks.
         """
         if request.abort_immediately:
             self.pull.on_rejected_request(self._view(request))
@@ -265,19 +279,19 @@ class SchedulerHalf:
         loads, lends = params.get("do_remote_prefill"), params.get("do_remote_decode")
         if not (loads or lends):
             self._news_for_stats().note_plain()
-        if params.get("only_cached") and lends and not loads:  # what contradicts it is refused
+        if params.get("only_cached") and lends and not loads:  # contradictions are refused
             self._prepare_prefix(request)
-        elif self._has_windows and lends and not params.get("keep_first_token"):
-            # Decode computes the last token of the same prompt: it looks one token further back
-            # than vLLM keeps of a window once that token is computed, and needs recurrent states
-            # from before it. (Where the first token of the answer is kept, decode's prompt is
-            # longer by one.)
+        elif self._has_windows and lends and not _keeps_first_token(params):
+            # The decode engine computes the last token of the same prompt. It therefore looks one
+            # token further back than vLLM keeps of a window once that token is computed, and needs
+            # recurrent states from before that token. (If the first token of the answer is kept,
+            # the decode engine's prompt is longer by one token.)
             compat.drop_last_prompt_token(request)
         try:
             self.pull.on_new_request(self._view(request))
         except KVFerryError as error:
             self._refuse(request, error)
-        if request.request_id in self.pull.shown_prompts:
+        if request.request_id in self.pull.lender.growing.shown:
             self._prompts.add(request)
 
     def get_num_new_matched_tokens(
@@ -285,7 +299,7 @@ class SchedulerHalf:
     ) -> tuple[int | None, bool]:
         """See :meth:`PullScheduler.get_num_new_matched_tokens`.
 
-        vLLM asks for each waiting request in every step, so this does little for most of them.
+        vLLM calls this method for each waiting request in every step, so most calls must be cheap.
         """
         request_id, pull = request.request_id, self._pull
         assert pull is not None  # see :attr:`pull`
@@ -298,7 +312,7 @@ class SchedulerHalf:
             found = self._without_lease(request, num_computed_tokens)
         else:
             try:
-                view = RequestView(request, self._content)
+                view = VllmRequest(request, self._content)
                 found = pull.get_num_new_matched_tokens(view, num_computed_tokens)
             except KVFerryError as error:
                 self._refuse(request, error)
@@ -308,13 +322,13 @@ class SchedulerHalf:
         return found
 
     def _without_lease(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """The same for a request that loads nothing."""
+        """(tokens to load, whether asynchronously) for a request without a lease."""
         if request.get_skip_reading_prefix_cache():
-            # The prompt's log-probabilities are wanted, which come with computing it; before 0.31
-            # vLLM would load it all the same.
+            # The request wants the prompt's log-probabilities, which only the computation of the
+            # prompt gives; before 0.31 vLLM would load the prompt all the same.
             return 0, False
         if request.request_id in self._num_cached:
-            # So vLLM computes one token more than it has: it cannot end a request without any.
+            # vLLM computes one token more than the cache holds: a request cannot end without any.
             self._num_cached[request.request_id] = num_computed_tokens
             compat.cut_prompt(request, num_computed_tokens + 1)
             return 0, False
@@ -322,12 +336,12 @@ class SchedulerHalf:
         return (0, False) if self._recompute or tokens <= 0 else (tokens, True)
 
     def _prepare_prefix(self, request: Any) -> None:
-        """Notes a request of which only what is cached is to be lent.
+        """Notes a request that lends only the cached tokens of its prompt.
 
-        Where that cannot be told, nothing is: of its recurrent layers vLLM may hit a part of a
-        block, which it then copies; where log-probabilities of the prompt are wanted it hits none.
-        An image must not be cut, and another connector may bring more of the prompt than we lend,
-        so there all of it is computed, and lent.
+        Nothing is lent if the number of cached tokens is unclear: with recurrent layers, vLLM may
+        hit and then copy a part of a block; if log-probabilities of the prompt are wanted, vLLM
+        hits nothing. An image must not be cut, and another connector may bring more of the prompt
+        than kvferry lends. In these two cases the whole prompt is computed and lent.
         """
         if request.mm_features or self._beside:
             if self._has_windows:
@@ -343,8 +357,8 @@ class SchedulerHalf:
         if self._has_states or request.get_skip_reading_prefix_cache():
             compat.cut_prompt(request, 1)
 
-    def _view(self, request: Any) -> RequestView:
-        return RequestView(request, self._content, self._num_cached.get(request.request_id))
+    def _view(self, request: Any) -> VllmRequest:
+        return VllmRequest(request, self._content, self._num_cached.get(request.request_id))
 
     def _refuse(self, request: Any, error: KVFerryError) -> None:
         logger.error(
@@ -372,7 +386,7 @@ class SchedulerHalf:
         view = self._view(request)
         self.pull.update_state_after_alloc(
             view,
-            BlocksView(blocks, self._groups),
+            VllmBlocks(blocks, self.groups),
             0 if refused is not None else num_external_tokens,
         )
         if num_external_tokens and refused is None:
@@ -380,23 +394,23 @@ class SchedulerHalf:
             self._beside.will_write(ids for table in blocks.get_block_ids() for ids in table)
 
     def _last_loaded_block(self, request: Any, blocks: Any) -> int:
-        """Which of vLLM's blocks holds the last token of a load, in the first KV cache group."""
-        group = self._groups[0]
-        last_token = request.num_tokens - 2  # the prompt's last one is computed here
+        """The vLLM block that holds the last token of a load, in the first KV cache group."""
+        group = self.groups[0]
+        last_token = request.num_tokens - 2  # the prompt's last token is computed here
         index = last_token // (group.geometry.virtual_block_size * group.split)
         block: int = blocks.get_block_ids()[group.table][: index + 1][-1]
         return block
 
-    def _leave_blocks_out(self, request: RequestView) -> None:
-        """Keeps what a load that has ended did not fill from vLLM's prefix cache.
+    def _leave_blocks_out(self, request: VllmRequest) -> None:
+        """Keeps the blocks that a finished load did not fill out of vLLM's prefix cache.
 
-        Where a window begins inside a block of ours, the source may have freed the tokens before
-        it; and where the source has a window and we keep all tokens, most were never there.
+        If a window begins inside a block, the source may have freed the tokens before the window.
+        If only the source has a window, most tokens were never there.
         """
         starts = self.pull.first_filled_tokens(request)
         if starts is None:
             return
-        for group, start in zip(self._groups, starts, strict=True):
+        for group, start in zip(self.groups, starts, strict=True):
             if start:
                 compat.leave_blocks_out(
                     self._kv_cache_manager, group.table, request.request_id, start
@@ -413,9 +427,9 @@ class SchedulerHalf:
         self._overtaken.discard(request.request_id)
         self._prompts.forget(request.request_id)
         self._beside.request_finished(request.request_id)
-        tables = tuple(group.block_ids(block_ids) for group in self._groups)
+        tables = tuple(group.block_ids(block_ids) for group in self.groups)
         view = self._view(request)
-        keep, params = self.pull.request_finished(view, tables)
+        keep, params = self.pull.request_finished(view, tables, view.note)
         if self._num_cached.pop(request.request_id, None) is not None and keep:
             self._news_for_stats().note_prefix(view.num_computed_tokens)
         return keep, params
@@ -423,21 +437,21 @@ class SchedulerHalf:
     # ---- every step ---------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """What the ranks are told in this step."""
-        self._look_at_weights()  # where no cache manager says that a step begins
+        """The scheduler half's news of this step for the ranks."""
+        self._look_at_weights()  # for engines without a cache manager that tells of each step
         pull = self._pull
-        assert pull is not None  # see :attr:`pull`; as an attribute, it costs less
+        assert pull is not None  # see :attr:`pull`; reading the attribute costs less
         has_news = pull.has_news()
         if not has_news and not self._refused_now:
             return _NOTHING
-        if shown := pull.shown_prompts:
+        if shown := pull.lender.growing.shown:
             scheduler_output = self._prompts.show(scheduler_output, shown)
         news = pull.build_connector_meta(scheduler_output) if has_news else None
         refused, self._refused_now = self._refused_now, {}
         return StepMetadata(news, refused)
 
     def update_connector_output(self, output: Any) -> None:
-        """What the ranks reported, joined by vLLM."""
+        """Takes the ranks' reports, which vLLM has joined."""
         report = output.kv_connector_worker_meta
         finished = output.finished_recving or set()
         if report is None and not finished:
@@ -463,11 +477,11 @@ class SchedulerHalf:
         overtaken = self._overtaken & finished
         self._overtaken -= overtaken
         for request_id in overtaken - failed:
-            # Its ranks were ready before they were told to give the load up.
+            # The ranks were ready before the order to cancel the load reached them.
             compat.begin_anew(self._kv_cache_manager, self._loaded[request_id])
 
     def take_stats(self) -> LoadStats | None:
-        """What was refused, or came without parameters, since the last call."""
+        """Refusals and plain requests since the last call; ``None`` if there were none."""
         stats, self._stats = self._stats, None
         return stats
 
@@ -482,8 +496,15 @@ class SchedulerHalf:
             self._pull.close()
 
 
+def _keeps_first_token(params: Mapping[str, Any]) -> bool:
+    """Whether the decode engine gets the first token of the answer, and computes only later
+    tokens.
+    """
+    return bool(params.get("keep_first_token")) or is_wanted(params)
+
+
 def layer_windows(groups: Iterable[CacheGroup]) -> Mapping[int, int]:
-    """Layer of the model → its window, for the groups that keep no more than that."""
+    """Layer of the model → window in tokens, for the groups with a window."""
     geometries = [group.geometry for group in groups if not group.geometry.is_recurrent]
     return {
         layer: geometry.sliding_window

@@ -1,16 +1,16 @@
-"""Recurrent layers of vLLM's in our words: what state each keeps, and where it lies in its pages.
+"""vLLM's recurrent layers as kvferry states: the states of each layer, and their places in pages.
 
 vLLM hands over a recurrent layer's cache as pages of bytes, one per block and perhaps padded: the
-convolution's state, then the recurrent one. Which channels of them a rank holds follows from the
-shapes that vLLM gives for one rank::
+convolution's state, then the recurrent state. The channels on a rank follow from vLLM's shapes for
+one rank::
 
     Mamba2             conv | x: by heads | B: by groups | C: by groups |   ssm   | by heads |
     gated delta net    conv | q | k | v: by heads |                         delta | by heads |
 
-Which block of a request's table has the state is the same in both of vLLM's cache modes: that of
-the last token computed. A block of the mode ``none`` is as long as the longest request; in the mode
-``align`` it is as long as a block of attention, and those before it are null blocks, or states that
-the prefix cache keeps.
+The block of a request's table that holds the state is the same in both of vLLM's cache modes: the
+block of the last computed token. In the mode ``none``, a block is as long as the longest request.
+In the mode ``align``, a block is as long as an attention block, and earlier blocks are null blocks
+or states kept by the prefix cache.
 """
 
 import math
@@ -32,19 +32,19 @@ from kvferry.topology import (
 from kvferry.topology.states import StatePart
 
 _SERVED = ("MAMBA2", "GDN_ATTN")
-"""Kinds of recurrent layers whose channels are divided as is said above."""
+"""Kinds of recurrent layers whose channels are divided as the module docstring shows."""
 
 
 class StateCache(msgspec.Struct, frozen=True, kw_only=True):
-    """The cache of one recurrent layer, the same on every rank."""
+    """The cache of one recurrent layer, equal on every rank."""
 
     name: str
     table: int
-    """Index of vLLM's KV cache group, hence of the block table."""
+    """Index of vLLM's KV cache group, and so of the block table."""
     states: tuple[StatePart, ...]
-    """In the order in which they lie in a page."""
+    """States of the layer, in the order of their places in a page."""
     block_size: int
-    """Tokens per block of the table; a block holds one state."""
+    """Number of tokens per block of the table; a block holds one state."""
     layout: str
 
 
@@ -53,12 +53,12 @@ def state_cache(vllm_config: Any, name: str, table: int, spec: Any) -> StateCach
 
     Args:
         vllm_config: the engine's config.
-        name: of the layer.
-        table: index of its KV cache group.
-        spec: its ``MambaSpec``.
+        name: the layer's name.
+        table: index of the layer's KV cache group.
+        spec: the layer's ``MambaSpec``.
 
     Raises:
-        ConfigError: a kind of layer, or a setting, that the adapter does not serve.
+        ConfigError: the adapter does not serve the kind of layer, or a setting.
     """
     kind = compat.kind_of_states(spec)
     if not compat.release.serves_states:
@@ -94,7 +94,7 @@ def state_cache(vllm_config: Any, name: str, table: int, spec: Any) -> StateCach
 def _states(
     name: str, kind: str, dtypes: tuple[torch.dtype, ...], shapes: list[tuple[int, ...]]
 ) -> tuple[StatePart, ...]:
-    """The states of a layer, from the shapes that they have with one rank."""
+    """The states of a layer, from the states' shapes with one rank."""
     conv_shape, (num_heads, head_size, last_size) = shapes
     if compat.convolutions_have_channels_first():
         num_channels, num_inputs = conv_shape
@@ -130,10 +130,10 @@ def _states(
 
 
 def _check_shapes(cache: StateCache, shapes: tuple[tuple[int, ...], ...], tp: int) -> None:
-    """Checks that a rank's states are as large as we say.
+    """Checks the sizes of a rank's states.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: a size differs.
     """
     geometry = state_geometry(cache, (cache.name,), ParallelShape(tp=tp))
     for rank in range(tp):
@@ -151,13 +151,13 @@ def _check_shapes(cache: StateCache, shapes: tuple[tuple[int, ...], ...], tp: in
 def state_geometry(
     cache: StateCache, names: tuple[str, ...], shape: ParallelShape, **layers: Any
 ) -> StateGeometry:
-    """The group of the layers whose caches are as this one but for their names.
+    """The group of the layers whose caches differ from this cache only in their names.
 
     Args:
-        cache: of one of them.
-        names: of all of them.
-        shape: of the engine, without context ranks.
-        **layers: which layers they are: ``layer_split`` and ``layer_indices``.
+        cache: the cache of any of these layers.
+        names: the names of all these layers.
+        shape: the parallel shape of the engine, without context ranks.
+        **layers: the places of the layers: ``layer_split`` and ``layer_indices``.
     """
     return StateGeometry(
         num_layers=len(names),
@@ -173,11 +173,12 @@ def state_geometry(
 def state_tensors(
     geometry: StateGeometry, kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The states of this rank's layers, as our layouts say, in vLLM's pages.
+    """The states of this rank's layers, in the shapes of kvferry's layouts, within vLLM's pages.
 
     Args:
-        geometry: of the group.
-        kv_caches: layer name → its pages, int8[blocks, 1, 1, bytes]; a rank has its stage's only.
+        geometry: the geometry of the group.
+        kv_caches: layer name → pages, int8[blocks, 1, 1, bytes]; a rank has only the layers of its
+            stage.
     """
     found = {}
     for name in geometry.layer_names or ():
@@ -186,7 +187,7 @@ def state_tensors(
         pages = kv_caches[name].squeeze(dim=(1, 2))
         start = 0
         for state in geometry.states:
-            # Every rank's shape is rank 0's: vLLM divides nothing unevenly.
+            # Every rank's shape equals rank 0's: vLLM divides nothing unevenly.
             shape = geometry.cache_shape(0, len(pages), state.name)
             dtype: torch.dtype = getattr(torch, state.dtype)
             stop = start + math.prod(shape[1:]) * dtype.itemsize

@@ -1,9 +1,11 @@
-"""vLLM's requests, blocks and steps in the shape in which our scheduler half looks at them."""
+"""vLLM's requests, blocks and steps in the form that kvferry's scheduler reads."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.integrations.first_token import FirstToken, is_wanted
+from kvferry.integrations.steps import ScheduledPrompt, StepView
 from kvferry.integrations.vllm.caches import CacheGroup
 from kvferry.integrations.vllm.compat import RequestStatus
 from kvferry.integrations.vllm.content import ContentKeys
@@ -11,14 +13,14 @@ from kvferry.integrations.vllm.content import ContentKeys
 _CLEAN = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
-class RequestView:
-    """A request of vLLM's as a :class:`kvferry.connectors.base.RequestView`."""
+class VllmRequest:
+    """A request of vLLM as a :class:`kvferry.connectors.base.RequestView`."""
 
     __slots__ = ("_content", "_num_cached", "_request")
 
     def __init__(self, request: Any, content: ContentKeys, num_cached: int | None = None) -> None:
-        """``num_cached`` is how many tokens were found in the prefix cache, for a request of which
-        only these are lent.
+        """``num_cached`` is the number of tokens found in the prefix cache, for a request that
+        lends only these tokens.
         """
         self._request = request
         self._content = content
@@ -26,62 +28,76 @@ class RequestView:
 
     @property
     def request_id(self) -> str:
-        """Unique among the live requests of the engine."""
+        """Id of the request, unique among the live requests of the engine."""
         request_id: str = self._request.request_id
         return request_id
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
+        """Number of prompt and output tokens so far."""
         num_tokens: int = self._request.num_tokens
         return num_tokens
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """The prompt; zeros where it came as embeddings, which :meth:`content_keys` tells apart."""
+        """The prompt; zeros if the prompt came as embeddings, which :meth:`content_keys` tells
+        apart.
+        """
         found: Sequence[int] | None = self._request.prompt_token_ids
         return [0] * int(self._request.num_prompt_tokens) if found is None else found
 
     def content_keys(self, num_tokens: int) -> Mapping[str, str]:
-        """Adapter, multimodal inputs and embeddings that the first tokens' KV depends on."""
+        """Adapter, multimodal inputs and embeddings that decide the KV of the first tokens."""
         return self._content.of(self._request, num_tokens)
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is in this engine's cache."""
+        """Number of tokens whose KV is in this engine's cache."""
         computed = int(self._request.num_computed_tokens)
         return computed if self._num_cached is None else self._num_cached
 
     @property
+    def note(self) -> bytes:
+        """The first token of the answer, if the target of the prompt needs the token from here;
+        empty if not, or if no token was sampled.
+        """
+        request = self._request
+        if not is_wanted(request.kv_transfer_params) or not request.output_token_ids:
+            return b""
+        return FirstToken(token_id=request.output_token_ids[0]).note
+
+    @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
-        """What the router sent along."""
+        """The parameters that the router sent along."""
         params: dict[str, Any] | None = self._request.kv_transfer_params
         return params
 
     @property
     def traceparent(self) -> str:
-        """The W3C trace context that it came with; vLLM has it with `--otlp-traces-endpoint`."""
+        """The request's W3C trace context; vLLM has it with `--otlp-traces-endpoint`."""
         return str((self._request.trace_headers or {}).get("traceparent", ""))
 
     @property
     def received(self) -> float:
-        """When vLLM's API server began to look at its prompt."""
+        """Time at which vLLM's API server began to process the prompt, in seconds since the
+        epoch.
+        """
         return float(self._request.arrival_time)
 
     @property
     def finished_cleanly(self) -> bool:
-        """Whether it ended by stop or by length."""
+        """Whether the request ended by stop or by length."""
         return self._request.status in _CLEAN
 
     @property
     def finish_reason(self) -> str | None:
-        """``stop``, ``length``, ``abort`` or ``error`` once it has ended."""
+        """``stop``, ``length``, ``abort`` or ``error``; ``None`` before the request has ended."""
         reason = self._request.get_finished_reason()
         return None if reason is None else str(reason)
 
 
-class BlocksView:
-    """Blocks of vLLM's as a :class:`kvferry.connectors.base.BlocksView`."""
+class VllmBlocks:
+    """Blocks of vLLM as a :class:`kvferry.connectors.base.BlocksView`."""
 
     __slots__ = ("_blocks", "_groups")
 
@@ -90,47 +106,23 @@ class BlocksView:
         self._groups = groups
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """The whole block tables, one per group of ours."""
+        """The whole block tables, one per group of kvferry."""
         tables = self._blocks.get_block_ids()
         return tuple(group.block_ids(tables) for group in self._groups)
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledPrompt:
-    """A part of a prompt as a :class:`kvferry.connectors.base.ScheduledRequestView`."""
-
-    request_id: str
-    first_position: int
-    block_ids: tuple[list[int], ...]
-    num_new_blocks: tuple[int, ...]
-    resumed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StepView:
-    """What a step computes of some prompts, a :class:`kvferry.connectors.base.SchedulerOutputView`.
-
-    The other requests of the step are left out.
-    """
-
-    requests: list[ScheduledPrompt]
-    finished_req_ids: set[str]
-    preempted_req_ids: set[str]
-    num_scheduled_tokens: Mapping[str, int]
 
 
 @dataclass(slots=True)
 class _Prompt:
     request: Any
     tables: tuple[list[int], ...] = ()
-    """vLLM's block tables, as far as its steps have told of them."""
+    """vLLM's block tables, as far as the steps have shown them."""
 
 
 class Prompts:
-    """The prompts of which every step is shown, because they are lent while they are computed.
+    """The prompts lent during their computation, for which every step must be shown.
 
-    A step of vLLM's tells of new blocks only, and not in every release of preemptions outside of
-    it, so both are followed here.
+    A step of vLLM tells of new blocks only, and only some releases tell of preemptions outside a
+    step. This class therefore follows both.
     """
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
@@ -138,16 +130,17 @@ class Prompts:
         self._prompts: dict[str, _Prompt] = {}
 
     def add(self, request: Any) -> None:
-        """A new request has such a prompt."""
+        """Starts to follow the prompt of a new request."""
         self._prompts[request.request_id] = _Prompt(request)
 
     def forget(self, request_id: str) -> None:
-        """A request has ended. Unknown ones are ignored."""
+        """Forgets a request that has ended. Unknown requests are ignored."""
         self._prompts.pop(request_id, None)
 
     def show(self, scheduler_output: Any, wanted: Collection[str]) -> StepView:
-        """What a step computes of the wanted prompts. To be called in each step while there are
-        any.
+        """The part of a step that computes the wanted prompts.
+
+        The caller must call this method in each step while there are any.
         """
         known = self._prompts
         preempted = {name for name in wanted if known[name].request.num_preemptions}
@@ -160,7 +153,7 @@ class Prompts:
             if is_whole:
                 prompt.tables = tuple(list(ids) for ids in new)
             else:
-                for table, ids in zip(prompt.tables, new, strict=False):  # none: no new ones
+                for table, ids in zip(prompt.tables, new, strict=False):  # empty if no block is new
                     table.extend(ids)
             tables = self._tables(prompt)
             parts.append(
@@ -171,7 +164,7 @@ class Prompts:
                     num_new_blocks=tuple(
                         len(now) - len(then) for now, then in zip(tables, before, strict=True)
                     ),
-                    resumed=False,  # whoever was preempted is not looked at any more
+                    resumed=False,  # preempted requests are skipped above
                 )
             )
         return StepView(
@@ -182,15 +175,15 @@ class Prompts:
         )
 
     def _tables(self, prompt: _Prompt) -> tuple[list[int], ...]:
-        """The block tables, one per group of ours."""
+        """The block tables, one per group of kvferry."""
         if not prompt.tables:
             return tuple([] for _ in self._groups)
         return tuple(group.block_ids(prompt.tables) for group in self._groups)
 
 
 def _parts(scheduler_output: Any) -> Iterator[tuple[str, int, Sequence[Sequence[int]], bool]]:
-    """Each request of a step: its id, the position of its first token, its new blocks, and whether
-    these are all that it has.
+    """Yields each request of a step: id, position of the first token, new blocks, and whether these
+    are all blocks of the request.
     """
     for new in scheduler_output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens, new.block_ids, True

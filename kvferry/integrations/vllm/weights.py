@@ -1,15 +1,16 @@
-"""The weights that an engine computes with, after they changed in its memory too.
+"""The weights that an engine computes with, including changes in memory.
 
-P and D hold the same weights differently: sharded, fused, laid out for a kernel, quantised, or
-hidden in a kernel's own memory. So what is compared between them is what they were given, by the
-names of the checkpoint: of each tensor of the files at the start, and from then on of each tensor
-that went through the model's ``load_weights``, a digest of some slices, which no sharding changes.
-What changed in memory without that is seen there, by slices of every live parameter, and then the
-digest is of this rank's memory, which is equal only on engines of one shape.
+Prefill and decode engines hold the same weights differently: sharded, fused, laid out for a kernel,
+quantised, or hidden in a kernel's own memory. Engines therefore compare the tensors that they were
+given, by the names of the checkpoint. At the start these are the tensors of the files; later, each
+tensor that goes through the model's ``load_weights``. The digest of a tensor covers some slices,
+and no sharding changes it. Slices of every live parameter show changes in memory that bypass
+``load_weights``. The digest is then taken of this rank's memory, which is equal only on engines of
+one shape.
 
-vLLM changes weights by remote calls only, all of which go through the executor in the scheduler's
-process; so after any call that may have changed them the ranks are asked, before anything more is
-scheduled, taken or lent. A change while the engine sleeps is found when it is awake.
+vLLM changes weights only by remote calls, which all go through the executor in the scheduler's
+process. After any call that may have changed the weights, kvferry asks the ranks before anything
+more is scheduled, loaded or lent. A change while the engine sleeps is found after the engine wakes.
 """
 
 import functools
@@ -22,17 +23,11 @@ from typing import Any
 
 import torch
 
+from kvferry.integrations.checkpoint import DIGEST_CHARS, WeightsCheck, digest_of, slices
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.caches import CacheGroup
 from kvferry.integrations.vllm.compat.projections import qkv_projections
-from kvferry.integrations.vllm.config import WeightsCheck
-from kvferry.integrations.vllm.fingerprint import (
-    DIGEST_CHARS,
-    are_dummy,
-    digest_of,
-    named_weights,
-    slices,
-)
+from kvferry.integrations.vllm.fingerprint import are_dummy, named_weights
 from kvferry.integrations.vllm.heads import head_digests, why_exempt
 from kvferry.topology.heads import HeadDigests
 
@@ -40,20 +35,20 @@ logger = logging.getLogger(__name__)
 
 _AT_START = "at start"
 _IN_BETWEEN = "in between"
-"""In place of the digest of a parameter that an update has begun to replace."""
+"""Value in place of a digest, for a parameter that an update has begun to replace."""
 _WATCH = "_kvferry_watch"
-"""Attribute of a worker."""
+"""Name of the attribute that holds a worker's :class:`_RankWatch`."""
 
 
 @dataclass(frozen=True)
 class RankWeights:
-    """What one rank says of its weights."""
+    """A rank's report of its weights."""
 
     beneath: str
-    """What is in memory where nothing of ``given`` is: ``at start``, a digest of the memory, or
-    empty where all of it was given."""
+    """Content of the memory outside the tensors in ``given``: ``at start``, a digest of the memory,
+    or empty if every module was loaded."""
     given: Mapping[str, str]
-    """Name in the checkpoint → digest of the tensor that was last loaded under it."""
+    """Name in the checkpoint → digest of the last tensor loaded under this name."""
     memory: str
     """Digest of the live parameters."""
     heads: HeadDigests | None = None
@@ -61,23 +56,23 @@ class RankWeights:
 
 
 class _RankWatch:
-    """Keeps what one rank was given, and what it has seen in its memory."""
+    """Records the tensors given to a rank, and the content of the rank's memory."""
 
     def __init__(
         self, models: Mapping[str, torch.nn.Module], full: bool, *, is_first: bool
     ) -> None:
         """Args:
-        models: prefix of its names → a model of the rank: the draft's have one.
+        models: prefix of the parameter names → a model of the rank; a draft model has a prefix.
         full: read every byte, not slices.
-        is_first: it holds what was loaded when the engine started.
+        is_first: the memory holds the weights of the engine's start.
         """
         self.models = models
         self._full = full
         self._given: dict[str, str] = {}
         self._loaded: set[str] = set()
-        """Modules that were loaded since all of the memory was last unknown."""
+        """Modules loaded since the whole memory was last unknown."""
         self._news: set[str] = set()
-        """Modules that were loaded since the last look."""
+        """Modules loaded since the last look."""
         self._hidden: dict[str, tuple[object, str]] = {}
         for prefix, model in models.items():
             load_weights: Any = model.load_weights
@@ -86,7 +81,7 @@ class _RankWatch:
         self._beneath = _AT_START if is_first else digest_of(self._live)
 
     def look(self) -> RankWeights:
-        """What this rank computes with now."""
+        """The weights that this rank computes with now."""
         live = self._read()
         if any(digest == _IN_BETWEEN for digest in live.values()):
             return RankWeights(f"in the middle of an update {secrets.token_hex(8)}", {}, "")
@@ -101,7 +96,11 @@ class _RankWatch:
         return RankWeights(self._beneath, dict(self._given), digest_of(live))
 
     def _watched(self, prefix: str, load_weights: Callable[..., Any]) -> Callable[..., Any]:
-        """``load_weights`` of a model, whose tensors are noted as they go by."""
+        """Wraps ``load_weights`` of a model to note the tensors that pass.
+
+        The wrapper patches vLLM, because vLLM does not tell which tensors of a checkpoint a model
+        was given. A hook in vLLM's model loader for each name and tensor could replace the patch.
+        """
 
         @functools.wraps(load_weights)
         def load(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
@@ -120,25 +119,25 @@ class _RankWatch:
         self, weights: Iterable[tuple[str, torch.Tensor]], prefix: str, given: dict[str, str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
-            # A tensor of another kind stands for one that comes later, past this method.
+            # A tensor of another type stands for a later one, which bypasses this method.
             is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
             try:
                 given[prefix + name] = tensor_digest(tensor, self._full) if is_plain else ""
             except Exception:
-                # The loading is vLLM's: it goes on, as one of which nothing is known.
+                # The loading belongs to vLLM and must go on, with an unknown digest.
                 logger.exception("a digest of %s could not be taken", name)
                 given[prefix + name] = ""
             yield name, tensor
 
     def _read(self) -> dict[str, str]:
-        """Parameter → digest of what is in memory."""
+        """Parameter → digest of the content in memory."""
         live = {}
         for prefix, model in self.models.items():
             for name, parameter in model.named_parameters():
                 meta = parameter.is_meta
                 live[prefix + name] = _IN_BETWEEN if meta else tensor_digest(parameter, self._full)
             for name, hidden in compat.hidden_weights(model).items():
-                # Such weights are never written to: they change by being made anew.
+                # Hidden weights are never overwritten: a change creates new objects.
                 known, digest = self._hidden.get(prefix + name, (hidden, _AT_START))
                 digest = digest if known is hidden else secrets.token_hex(8)
                 self._hidden[prefix + name] = hidden, digest
@@ -147,10 +146,12 @@ class _RankWatch:
 
 
 def look_at_rank(worker: Any, full: bool, groups: Sequence[CacheGroup]) -> RankWeights:
-    """What a rank computes with; from the first call on its loading is watched. Runs on the rank.
+    """The weights that a rank computes with; the first call starts to watch the rank's loading.
+
+    This function runs on the rank.
 
     Args:
-        worker: vLLM's.
+        worker: the worker of vLLM.
         full: read every byte, not slices.
         groups: the engine's groups.
     """
@@ -163,7 +164,7 @@ def look_at_rank(worker: Any, full: bool, groups: Sequence[CacheGroup]) -> RankW
     config = worker.vllm_config
     names = [name for group in groups for name in group.geometry.layer_names or ()]
     projections = qkv_projections(config, models.values(), names)
-    # Dummies that a trainer has replaced are weights as others.
+    # Dummy weights that a trainer has replaced are ordinary weights.
     exempt = why_exempt(config, "full" if full else "sample") if found.beneath else ""
     rank = compat.rank_of_this_worker(config)
     heads = head_digests(config, projections, groups, rank, exempt)
@@ -171,7 +172,9 @@ def look_at_rank(worker: Any, full: bool, groups: Sequence[CacheGroup]) -> RankW
 
 
 def tensor_digest(tensor: torch.Tensor, full: bool) -> str:
-    """Digest of a tensor's size and of slices of its bytes, as of those of a checkpoint's file."""
+    """Digest of a tensor's size and of slices of the bytes, as for a tensor in a checkpoint's
+    file.
+    """
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     pieces = [flat[start : start + length] for start, length in slices(flat.numel(), full)]
     digest = hashlib.sha256(flat.numel().to_bytes(8, "little"))
@@ -181,15 +184,15 @@ def tensor_digest(tensor: torch.Tensor, full: bool) -> str:
 
 
 class EngineWeights:
-    """The weights of an engine, as its scheduler's process knows them."""
+    """The weights of an engine, as the engine's scheduler process knows them."""
 
     def __init__(self, vllm_config: Any, check: WeightsCheck, changing: Callable[[], None]) -> None:
         """Watches the engine's remote calls; :meth:`open` looks at the weights.
 
         Args:
-            vllm_config: the engine's.
-            check: how much is read; with ``config`` nothing, and changes go unnoticed.
-            changing: called before the memory of weights and KV cache is let go.
+            vllm_config: the engine's config.
+            check: how much is read; with ``config`` nothing is read, and changes go unnoticed.
+            changing: called before the engine frees the memory of weights and KV cache.
         """
         self._config = vllm_config
         self._check: WeightsCheck = check
@@ -198,13 +201,12 @@ class EngineWeights:
         self._executor: Any = None
         self._base: Mapping[str, str] = {}
         self.heads: list[HeadDigests | None] | None = None
-        """What each rank tells of its KV heads since the last look; ``None`` if that failed."""
+        """Each rank's digests of the KV heads since the last look; ``None`` if the look failed."""
         self.are_watched = check != "config"
         """Whether a change of the weights is noticed."""
         self.in_question = False
-        """Whether there was a call since the last look that may have changed them."""
-        if check != "config":
-            compat.watch_calls(vllm_config, self._called)
+        """Whether a call since the last look may have changed the weights."""
+        compat.watch_calls(vllm_config, self._called)
 
     def _called(self, executor: Any, method: object) -> None:
         self._executor = executor
@@ -212,10 +214,10 @@ class EngineWeights:
         if name in compat.LETS_MEMORY_GO:
             self._changing()
         harmless = method is self._question or name in compat.KEEPS_WEIGHTS
-        self.in_question = self.in_question or not harmless
+        self.in_question = self.in_question or (self.are_watched and not harmless)
 
     def open(self, groups: Sequence[CacheGroup]) -> str:
-        """Digest of the weights that were loaded at the start.
+        """Digest of the weights loaded at the start.
 
         Args:
             groups: the engine's groups.
@@ -227,10 +229,10 @@ class EngineWeights:
         self._question = functools.partial(question, groups=groups)
         load_format = self._config.load_config.load_format
         named = named_weights(self._config.model_config, load_format, self._check)
-        if self._executor is None:
+        if self._executor is None or not self.are_watched:
             return _digest(named)
         try:
-            # The ranks have digested their heads already, when they registered their caches.
+            # The ranks have digested their heads when they registered their caches.
             ranks = self._ask(functools.partial(question, groups=()))
         except Exception:
             logger.exception(
@@ -238,8 +240,7 @@ class EngineWeights:
                 "of older weights will not be told from newer: reset prefix caches and drain "
                 "leases yourself"
             )
-            compat.unwatch_calls(self._config)
-            self.are_watched = False
+            self.are_watched = self.in_question = False
             return _digest(named)
         memory = _by_rank(rank.memory for rank in ranks) if are_dummy(load_format) else {}
         self._base = {**named, **memory}
@@ -247,9 +248,10 @@ class EngineWeights:
         return weights_digest(self._base, ranks)
 
     def look(self) -> str | None:
-        """Digest of what the engine computes with now; ``None`` while that lies asleep.
+        """Digest of the weights that the engine computes with now; ``None`` while the weights
+        sleep.
 
-        Where a rank does not answer it is one that no other engine has.
+        If a rank does not answer, the digest differs from the digest of every other engine.
         """
         if compat.weights_sleep(self._executor):
             return None
@@ -267,7 +269,7 @@ class EngineWeights:
         return found
 
     def close(self) -> None:
-        """Watches no more. Idempotent."""
+        """Stops watching. Idempotent."""
         compat.unwatch_calls(self._config)
         self.in_question = False
 
@@ -276,8 +278,8 @@ def weights_digest(base: Mapping[str, str], ranks: list[RankWeights]) -> str:
     """Digest of an engine's weights.
 
     Args:
-        base: name → digest of the tensors that were loaded at the start.
-        ranks: what each rank says.
+        base: name → digest of the tensors loaded at the start.
+        ranks: the report of each rank.
     """
     names = dict(base) if any(rank.beneath == _AT_START for rank in ranks) else {}
     given: dict[str, set[str]] = {}
@@ -299,5 +301,5 @@ def _by_rank(digests: Iterable[str]) -> dict[str, str]:
 
 
 def _module(name: str) -> str:
-    """The module of a parameter, under its name without adapters around it."""
+    """The module of a parameter, under the module's name without adapters around it."""
     return name.replace(".base_layer", "").rpartition(".")[0]

@@ -3,12 +3,13 @@
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kvferry.connectors.base import ConnectorContext, KVConnectorOutput, TransferRecord
-from kvferry.connectors.pull.metadata import LoadSpec
+from kvferry.connectors.base import ConnectorContext, KVConnectorOutput
+from kvferry.connectors.pull.metadata import LoadSpec, ids_of
 from kvferry.connectors.pull.worker import PullWorker
 from kvferry.errors import ConfigError
 from kvferry.integrations.vllm import compat
@@ -27,6 +28,7 @@ from kvferry.integrations.vllm.heads import head_digests, why_exempt
 from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport, Written
 from kvferry.integrations.vllm.scheduler import keeps_a_part, layer_windows
 from kvferry.integrations.vllm.stats import LoadStats
+from kvferry.observe.records import TransferRecord
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ class WorkerHalf:
     """Translates vLLM's worker calls for a :class:`PullWorker`."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        """Checks the config; :meth:`register_kv_caches` does the rest. All ranks call it together.
+        """Checks the config; :meth:`register_kv_caches` does the rest.
 
         Raises:
             ConfigError: see :func:`~kvferry.integrations.vllm.config.transfer_config`.
@@ -44,38 +46,40 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._config, self._extra = transfer_config(vllm_config)
         self._rank = compat.rank_of_this_worker(vllm_config)
-        self._incarnation = compat.from_first_rank(secrets.token_hex(8))
         self._pull: PullWorker | None = None
+        self._tensors: Mapping[str, torch.Tensor] = {}
+        """The registered tensors by name."""
+        self._is_asleep = False
+        """Whether the memory of the tensors may be gone."""
         self._handshake: RankHandshake | None = None
         self._num_loading = 0
-        """Loads that were started and have not been reported."""
-        self._mirrors = False
-        """Whether this rank copies what it lends, and so has records at any time."""
+        """Number of loads that were started and have not been reported."""
         self._has_news = False
-        """Whether the scheduler half said something in this step."""
+        """Whether the scheduler half sent news in this step."""
         self._refused: set[str] = set()
         self._failed: set[str] = set()
         self._records: list[TransferRecord] = []
         self._progress: dict[str, tuple[int, int]] = {}
         self._written: Written = {}
         self._tells_blocks = len(kv_cache_config.kv_cache_groups) == 1
-        """Whether vLLM finds a request by a block of its: it looks in one KV cache group only."""
+        """Whether vLLM finds a request by a block id: vLLM looks in a single KV cache group
+        only."""
         self._first_blocks: dict[str, int] = {}
-        """Request id → a block of vLLM's; nothing of it and of those after it is loaded yet."""
+        """Request id → id of a vLLM block; no block from there to the end is loaded yet."""
         self._invalid_block_ids: set[int] = set()
         compat.ask_for_amx()
 
     @property
     def pull(self) -> PullWorker:
-        """Our half."""
+        """The kvferry worker, once the caches are registered."""
         assert self._pull is not None  # vLLM registers its caches before the first step
         return self._pull
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Describes the caches and opens the transports. All ranks call it together.
+        """Describes the caches and opens the transports. All ranks must call it together.
 
         Raises:
-            ConfigError: caches of a kind that is not served, or transports that cannot be opened.
+            ConfigError: a kind of cache is not served, or a transport cannot be opened.
             PortInUseError: a configured data port is taken.
         """
         worker = compat.calling_worker()
@@ -91,35 +95,69 @@ class WorkerHalf:
         self._groups = groups
         num_blocks = self._kv_cache_config.num_blocks
         model = fingerprint(self._vllm_config, groups)
+        incarnation = compat.from_first_rank(secrets.token_hex(8))
         context = ConnectorContext(
             config=self._config,
             extra=self._extra,
-            incarnation=self._incarnation,
+            incarnation=incarnation,
             groups=tuple(group.geometry for group in groups),
             model=model,
             num_blocks=num_blocks_of(groups, num_blocks),
             world_size=groups[0].geometry.world_size,
             layer_windows=layer_windows(groups),
+            may_sleep=bool(self._vllm_config.model_config.enable_sleep_mode),
         )
+        self._tensors = tensors_of(groups, kv_caches)
         self._pull = PullWorker.open(context, self._rank)
-        self._pull.register_kv_caches(tensors_of(groups, kv_caches))
+        self._pull.register_kv_caches(self._tensors)
         exempt = why_exempt(self._vllm_config, self._extra.weights_check)
         heads = head_digests(self._vllm_config, projections, groups, self._rank, exempt)
         self._pull.set_head_digests(heads)
         self._handshake = RankHandshake(
             rank=self._rank,
-            incarnation=self._incarnation,
+            incarnation=incarnation,
             groups=groups,
             model=model,
             num_blocks=num_blocks,
             handshake=self._pull.handshake_metadata(),
         )
 
-    def _check_failures_can_be_told(self, groups: Sequence[CacheGroup]) -> None:
-        """Before 0.30 a failed load is told by its blocks, whatever the request.
+    def unregister_kv_caches(self) -> None:
+        """Ends loads and connections and waits for every thread and device that reads or writes the
+        caches, so that vLLM may let the memory go. Idempotent.
+
+        vLLM has drained the engine, unless a trainer calls the workers without the engine. A load
+        that was not reported yet has failed.
+        """
+        if self._pull is not None and not self._is_asleep:
+            self._pull.close()
+            self._is_asleep = True
+
+    def restore_kv_caches(self) -> None:
+        """Registers the tensors again, under another incarnation of the engine: peers must not take
+        the memory for the former memory. All ranks must call it together. Idempotent.
 
         Raises:
-            ConfigError: vLLM would not find them, or go on behind blocks that were never filled.
+            PortInUseError: a configured data port is taken.
+        """
+        if not self._is_asleep:
+            return
+        incarnation = compat.from_first_rank(secrets.token_hex(8))
+        self._pull = self.pull.successor(incarnation)
+        self._pull.register_kv_caches(self._tensors)
+        self._is_asleep = False
+        assert self._handshake is not None  # the caches were registered before
+        self._handshake = replace(
+            self._handshake, incarnation=incarnation, handshake=self._pull.handshake_metadata()
+        )
+
+    def _check_failures_can_be_told(self, groups: Sequence[CacheGroup]) -> None:
+        """Refuses engines of releases before 0.30 that cannot learn of every failed load.
+
+        Before 0.30, vLLM learns of a failed load by block ids, without the request.
+
+        Raises:
+            ConfigError: vLLM would not find the blocks, or would go on behind empty ones.
         """
         if compat.release.takes_failed_requests or not self._config.is_consumer:
             return
@@ -139,11 +177,11 @@ class WorkerHalf:
 
     @property
     def handshake(self) -> RankHandshake | None:
-        """What the scheduler half must know of this rank."""
+        """Description of this rank for the scheduler half."""
         return self._handshake
 
     def start_load_kv(self, metadata: StepMetadata) -> None:
-        """Hands this step's news on; never blocks."""
+        """Hands this step's news to the PullWorker; never blocks."""
         if metadata.news is not None:
             self.pull.start_load_kv(metadata.news)
             self._num_loading += len(metadata.news.loads)
@@ -151,25 +189,26 @@ class WorkerHalf:
                 self._first_blocks |= {
                     load.request_id: self._first_block(load) for load in metadata.news.loads
                 }
-            self._mirrors = self._mirrors or bool(metadata.news.lent)
         self._refused.update(metadata.refused)
         if self._tells_blocks:
             self._first_blocks |= metadata.refused
         self._has_news = True
 
     def _first_block(self, load: LoadSpec) -> int:
-        """The first of vLLM's blocks that a load fills."""
+        """Id of the first vLLM block that a load fills."""
         group = self._groups[0]
-        filled = load.target_block_ids[0][load.first_token // group.geometry.virtual_block_size :]
-        return next(block for block in filled if block) // group.split
+        table = ids_of(load.target_tables[0])
+        filled = table[load.first_token // group.geometry.virtual_block_size :]
+        return int(filled[filled != 0][0]) // group.split
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput | None:
-        """What ended on this rank since the last step, each once; ``None`` where nothing could.
+        """Transfers that ended on this rank since the last step, each once; ``None`` if none can
+        have.
 
-        Its failures come again in two other ways: by blocks, for vLLM (before 0.30 it takes them in
-        this way only), and in the report to our other half.
+        Failures are told again in two other ways: by block ids to vLLM (the only way before 0.30),
+        and in the report to the scheduler half.
         """
-        if not (self._has_news or self._mirrors or self._num_loading or self.pull.awaits_device):
+        if not (self._has_news or self._num_loading or self.pull.awaits_device):
             return None
         self._has_news = False
         output = self.pull.get_transfer_results(finished_req_ids)
@@ -187,9 +226,9 @@ class WorkerHalf:
         return output
 
     def take_invalid_block_ids(self) -> set[int]:
-        """Where loads failed since the last call, the first block of each; in one KV cache group.
+        """First block of each load that failed since the last call, if there is one KV cache group.
 
-        vLLM counts nothing as computed from there on.
+        vLLM counts no token from such a block on as computed.
         """
         if not self._invalid_block_ids:
             return set()
@@ -197,7 +236,7 @@ class WorkerHalf:
         return found
 
     def take_stats(self) -> LoadStats | None:
-        """Figures of the loads that ended in this step."""
+        """Statistics of the loads that ended in this step."""
         if not self._records:
             return None
         loads = [record for record in self._records if record.direction == "recv"]
@@ -209,7 +248,7 @@ class WorkerHalf:
         return stats
 
     def take_report(self) -> StepReport | None:
-        """What else the scheduler half wants to know of this step."""
+        """The other reports of this step for the scheduler half; ``None`` if there is no news."""
         later = self.pull.written if self.pull.awaits_device else None
         if not (self._records or self._progress or self._failed or self._written or later):
             return None

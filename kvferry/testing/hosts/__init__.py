@@ -1,14 +1,15 @@
-"""Hosts for tests: several machines, and the links between them, on this one.
+"""Hosts for tests: several machines and their links, simulated on this machine.
 
-    Network       hosts and the links between them; all of it ends with it   network.py
+    Network       hosts and their links; closing the network ends them all   network.py
     Host          a machine: addresses, a name, shared memory, processes     network.py
     HostProcess   a process in a host, much like subprocess.Popen            process.py
-    Link          what one direction between two hosts does to packets       messages.py
+    Link          effects of one direction between two hosts on packets      messages.py
 
-A process of its own, the keeper (``keeper.py``), makes the namespaces and starts the processes. All
-packets between hosts pass its relay (``relay.py``), which drops and delays them as a test says.
+A separate process, the keeper (``keeper.py``), makes the namespaces and starts the processes. All
+packets between hosts pass the keeper's relay (``relay.py``), which drops and delays them on a
+test's request.
 
-Works on Linux, as root or where the kernel allows unprivileged user namespaces, with pyroute2.
+Works on Linux with pyroute2, as root or if the kernel allows unprivileged user namespaces.
 """
 
 from kvferry.testing.hosts.messages import Link

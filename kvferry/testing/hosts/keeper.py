@@ -1,14 +1,15 @@
 """Keeps the hosts of one test: ``python -m kvferry.testing.hosts.keeper FD``.
 
-Everything it makes hangs on one process, this one's child, which is the first process of a process
-namespace: when it ends, however that comes, the kernel kills all in it, and the namespaces, links,
-and mounts go with the last of them. It ends when the test process closes its end of ``FD``, by
-dying if need be. So nothing here has a name that a later run could find left over.
+All resources depend on one process: this process's child, the first process of a process namespace.
+When the child ends for any reason, the kernel kills all processes in the namespace; the other
+namespaces, links and mounts vanish with the last process. The child ends when the test process
+closes its end of ``FD``, at the latest by dying. So nothing has a name that a later run could find
+as a leftover.
 
-    test process ── FD ── keeper: relay, sockets ──┬── first process of host 0 ── what runs there
+    test process ── FD ── keeper: relay, sockets ──┬── first process of host 0 ── its processes
                                                    └── first process of host 1 ── ...
 
-The keeper has one thread, because it forks and because it enters hosts' namespaces for a moment.
+The keeper has a single thread, because it forks and enters hosts' namespaces for short times.
 """
 
 import ctypes
@@ -43,17 +44,18 @@ from kvferry.testing.hosts.relay import Relay
 
 try:
     from pyroute2 import IPRoute
-except ImportError:  # told in the first answer
+except ImportError:  # reported in the first answer
     IPRoute = None
 
 MTU = 9000
-"""Bytes of a packet between hosts, as between those of a cluster."""
+"""Number of bytes in the largest packet between hosts, as in a cluster."""
 CARRIER_TIMEOUT_S = 30.0
-"""Seconds for a new link to come up; a second is long."""
+"""Seconds within which a new link must come up; a second is already long."""
 SAME_MAC = "02:00:00:00:00:01"
-"""Of every host. Nobody asks for it: packets are carried by their addresses."""
+"""MAC address of every host. No protocol asks for the address: the relay reads IP addresses
+only."""
 
-# Linux's, which the os module does not name before Python 3.12.
+# Constants of Linux that the os module does not name before Python 3.12.
 _NEWNS = 0x00020000
 _NEWUTS = 0x04000000
 _NEWIPC = 0x08000000
@@ -64,7 +66,7 @@ _MS_BIND = 0x1000
 _MS_REC_PRIVATE = 0x4000 | 0x40000
 _PR_SET_PDEATHSIG = 1
 _NODAD = 0x02
-"""Of an IPv6 address: it is not asked first whether another has it."""
+"""Flag of an IPv6 address that skips the search for duplicates."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -73,7 +75,7 @@ def _call(what: str, *arguments: object) -> None:
     """Calls the C library.
 
     Raises:
-        OSError: it said no; the message names the call.
+        OSError: the call failed; the message names the call.
     """
     if getattr(_libc, what)(*arguments) != 0:
         code = ctypes.get_errno()
@@ -92,10 +94,11 @@ def _enter(pidfd: int, kinds: int) -> None:
 
 
 def leave_the_machine() -> None:
-    """Gives this process namespaces of its own, and becomes their first process, in a child.
+    """Gives this process new namespaces, and continues in a child, the first process of these
+    namespaces.
 
     Raises:
-        OSError: the kernel does not allow it.
+        OSError: the kernel does not allow namespaces.
     """
     kinds = _NEWNET | _NEWNS | _NEWPID
     uid, gid = os.geteuid(), os.getegid()
@@ -111,21 +114,24 @@ def leave_the_machine() -> None:
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _mount("none", "/", flags=_MS_REC_PRIVATE)
-    # Names of hosts, in memory: on the machine's disk they would stay if we were killed.
-    _mount("tmpfs", "/dev/shm", "tmpfs")  # noqa: S108 - this is where it is
+    # Names of hosts, in memory: a file on the machine's disk would stay if this process were
+    # killed.
+    _mount("tmpfs", "/dev/shm", "tmpfs")  # noqa: S108 - the place of shared memory
     names = Path("/dev/shm/hosts")  # noqa: S108
     names.write_text("127.0.0.1 localhost\n::1 localhost\n")
     _mount(str(names), "/etc/hosts", flags=_MS_BIND)
 
 
 def _be_a_host(name: str, ready: int) -> None:
-    """The first process of a host; never returns. Says on ``ready`` why it could not become one."""
+    """The first process of a host; never returns. Writes to ``ready`` if the host cannot be
+    made.
+    """
     try:
         _call("unshare", _NEWNET | _NEWNS | _NEWUTS | _NEWIPC)
         socket.sethostname(name)
         _mount("proc", "/proc", "proc")
         _mount("tmpfs", "/dev/shm", "tmpfs")  # noqa: S108
-        # By this number programs tell whether they share a machine.
+        # Programs read this number to find out whether they share a machine.
         boot_id = Path("/dev/shm/boot_id")  # noqa: S108
         boot_id.write_text(f"{uuid.uuid4()}\n")
         _mount(str(boot_id), "/proc/sys/kernel/random/boot_id", flags=_MS_BIND)
@@ -133,7 +139,7 @@ def _be_a_host(name: str, ready: int) -> None:
     except OSError as error:
         os.write(ready, msgspec.json.encode(Answer(errno=error.errno, error=str(error.strerror))))
         os._exit(1)
-    # The kernel then buries whoever dies in this host without a parent.
+    # The kernel then reaps processes of this host that end without a parent.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     os.closerange(0, ready)
     os.closerange(ready, 4096)
@@ -146,17 +152,17 @@ class _Host:
     """A running host."""
 
     first: int
-    """Id of its first process."""
+    """Id of the host's first process."""
     pidfd: int
-    """Of its first process; names its namespaces."""
+    """Pidfd of the host's first process; names the host's namespaces."""
     port: socket.socket | None = None
-    """The relay's end of its link, once it is plugged in."""
+    """The relay's end of the host's link, once the host is plugged in."""
     processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
-    """What was started in it."""
+    """Processes started in the host."""
 
 
 class Keeper:
-    """Does what the test process says, and carries packets meanwhile."""
+    """Carries out the messages of the test process, and carries packets meanwhile."""
 
     def __init__(self, channel: socket.socket, seed: int) -> None:
         self._channel = channel
@@ -170,10 +176,10 @@ class Keeper:
         self._decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
     def serve(self) -> None:
-        """Returns when the test process has closed its end."""
+        """Serves until the test process has closed its end."""
         while True:
             ready = self._selector.select(self._relay.send_waiting())
-            # The message last: it may end a host of which there is something to carry.
+            # The message comes last: it may end a host that still has packets to carry.
             for key, _ in sorted(ready, key=lambda one: one[0].data is None):
                 if isinstance(key.data, int):
                     self._relay.carry(key.data)
@@ -198,7 +204,7 @@ class Keeper:
         return True
 
     def _do(self, message: Message, received: list[int], back: list[int]) -> Answer:
-        """Does what a message says; adds descriptors for the test process to ``back``."""
+        """Carries out a message; adds descriptors for the test process to ``back``."""
         match message:
             case StartHost():
                 self._start_host(message)
@@ -225,7 +231,7 @@ class Keeper:
         with self._children_in(None):
             first = os.fork()
             if not first:
-                os.dup2(ready, said)  # so that closing it is what the loop below waits for
+                os.dup2(ready, said)  # so the loop below ends when this descriptor closes
                 _be_a_host(message.name, said)
         os.close(ready)
         with os.fdopen(said, "rb") as pipe:
@@ -241,10 +247,10 @@ class Keeper:
         self._connect(message, self._hosts[index])
 
     def _connect(self, message: StartHost, host: _Host) -> None:
-        """Lays a host's link, gives it its addresses, and plugs it in."""
+        """Creates a host's link, assigns the addresses, and plugs the host in."""
         interface = _interface(message.index)
-        # `gso_max_segs`: packets that the kernel cuts no smaller, so that each may be lost alone.
-        # Without ARP the kernel takes the own MAC for everybody's, which it is.
+        # `gso_max_segs`: packets that the kernel does not divide further, so that each may be lost
+        # alone. Without ARP, the kernel uses its own MAC for every host, which is right here.
         inner: dict[str, Any] = {
             "ifname": "eth0",
             "net_ns_pid": host.first,
@@ -277,7 +283,7 @@ class Keeper:
             with IPRoute() as links:
                 links.link("del", ifname=_interface(index))
         os.kill(host.first, signal.SIGKILL)
-        # The kernel ends the first one when those that we have started are buried.
+        # The kernel ends the first process when the processes that the keeper started are reaped.
         for process in host.processes:
             process.wait()
         os.waitpid(host.first, 0)
@@ -304,7 +310,9 @@ class Keeper:
 
     @contextmanager
     def _children_in(self, pidfd: int | None) -> Iterator[None]:
-        """Children that are forked within are of a host's process namespace, or of a new one."""
+        """Within the block, forked children are in a host's process namespace, or in a new
+        namespace.
+        """
         if pidfd is None:
             _call("unshare", _NEWPID)
         else:
@@ -316,7 +324,7 @@ class Keeper:
 
     @contextmanager
     def _inside(self, index: int) -> Iterator[None]:
-        """This process is in a host's network within."""
+        """Within the block, this process is in a host's network."""
         _enter(self._hosts[index].pidfd, _NEWNET)
         try:
             yield
@@ -325,10 +333,10 @@ class Keeper:
 
 
 def _await_carrier(links: Any, index: int) -> None:
-    """Waits until an interface sends: what is sent before is lost, for up to a second.
+    """Waits until an interface sends: earlier packets are lost, for up to a second.
 
     Raises:
-        TimeoutError: it never does.
+        TimeoutError: the interface never sends.
     """
     deadline = time.monotonic() + CARRIER_TIMEOUT_S
     while links.link("get", index=index)[0].get("operstate") != "UP":
@@ -338,7 +346,7 @@ def _await_carrier(links: Any, index: int) -> None:
 
 
 def _interface(index: int) -> str:
-    """The relay's end of a host's link."""
+    """Name of the relay's end of a host's link."""
     return f"host{index}"
 
 
@@ -348,7 +356,7 @@ def _in_words(error: OSError) -> str:
 
 
 def send_answer(channel: socket.socket, answer: Answer, descriptors: list[int]) -> None:
-    """Answers; silent when the test process is gone."""
+    """Sends an answer; ignores a missing test process."""
     with suppress(BrokenPipeError):
         socket.send_fds(channel, [msgspec.json.encode(answer)], descriptors)
 

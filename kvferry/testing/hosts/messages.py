@@ -1,4 +1,4 @@
-"""What a test process and the keeper of its hosts tell each other: one message, one answer."""
+"""The messages between a test process and the keeper of its hosts; each message has one answer."""
 
 from typing import TypeAlias
 
@@ -6,16 +6,17 @@ import msgspec
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """What one direction between two hosts does to packets; nothing, unless told."""
+    """Effects of one direction between two hosts on packets; by default there are none."""
 
     is_cut: bool = False
-    """Nothing arrives, and nobody is told."""
+    """Whether no packet arrives; neither side gets an error."""
     delay_s: float = 0.0
-    """Seconds from one host to the other."""
+    """Seconds that a packet takes from one host to the other."""
     bytes_per_s: float | None = None
-    """Bytes that pass in a second; what waits for longer than a second is dropped."""
+    """Number of bytes that pass in a second; packets that would wait for longer than a second are
+    dropped."""
     loss: float = 0.0
-    """The part of the packets that never arrive, 0 to 1."""
+    """Share of lost packets, 0 to 1."""
 
     def __post_init__(self) -> None:
         if self.delay_s < 0:
@@ -29,7 +30,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartHost(msgspec.Struct, frozen=True, tag=True):
-    """Make a host's namespaces, and plug it in."""
+    """Make a host's namespaces, and plug the host in."""
 
     index: int
     name: str
@@ -44,7 +45,7 @@ class KillHost(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetLink(msgspec.Struct, frozen=True, tag=True):
-    """What packets from one host to another meet from now on."""
+    """Set the effects on later packets from one host to another."""
 
     source: int
     target: int
@@ -52,9 +53,9 @@ class SetLink(msgspec.Struct, frozen=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Start a process in a host. Stdin, stdout and stderr come along as descriptors.
+    """Start a process in a host. Stdin, stdout and stderr are sent along as descriptors.
 
-    The answer's value is an id for :class:`ExitCode`; a pidfd comes along.
+    The answer's value is an id for :class:`ExitCode`; a pidfd is sent along with the answer.
     """
 
     index: int
@@ -64,13 +65,15 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class ExitCode(msgspec.Struct, frozen=True, tag=True):
-    """How a process ended; negative for a signal. The answer has no value while it runs."""
+    """Ask for the exit code of a process; negative for a signal. No value while the process
+    runs.
+    """
 
     process: int
 
 
 class OpenSocket(msgspec.Struct, frozen=True, tag=True):
-    """Make a socket in a host's network. Its descriptor comes along with the answer."""
+    """Make a socket in a host's network. The answer carries the descriptor."""
 
     index: int
     family: int
@@ -81,10 +84,10 @@ Message: TypeAlias = StartHost | KillHost | SetLink | Run | ExitCode | OpenSocke
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """To a message; the first one says whether there can be hosts at all."""
+    """Answer to a message; the first answer says whether hosts are possible at all."""
 
     value: int | None = None
     errno: int | None = None
-    """Of the ``OSError`` because of which nothing was done."""
+    """Number of the ``OSError`` of a failed action."""
     error: str = ""
-    """In words."""
+    """Text of the error."""

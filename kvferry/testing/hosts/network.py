@@ -29,28 +29,35 @@ from kvferry.testing.hosts.process import File, HostProcess, open_end
 
 MAX_HOSTS = 200
 ANSWER_TIMEOUT_S = 120.0
-"""Seconds for the keeper to do one thing, however busy the machine is."""
+"""Seconds within which the keeper must answer, even on a busy machine."""
+
+_STOP = """kill -STOP -1
+for task in $(ls -d /proc/[0-9]*/task/* | grep -Ev "^/proc/(1|$$)/"); do
+    while grep -qs "^State:.[^TtZX]" "$task/status"; do sleep 0.01; done
+done"""
+"""Stops every process of a host except the first and this script (-1 in the host's process
+namespace), and waits for each thread: a thread runs on until it sees the signal."""
 
 
 class Host:
-    """A machine on the network: addresses, a hostname, shared memory and processes of its own.
+    """A machine on the network, with its own addresses, hostname, shared memory and processes.
 
-    It shares the file system with all others and with the test. Names of hosts are looked up in
-    an ``/etc/hosts`` of their own; there is no way out of the network.
+    All hosts and the test share one file system. Names of hosts are looked up in a separate
+    ``/etc/hosts``; there is no way out of the network.
     """
 
     def __init__(self, network: "Network", index: int, name: str) -> None:
         """Use :meth:`Network.add_host`."""
         self.name = name
-        """Its hostname."""
+        """Hostname of the host."""
         self.ipv4 = f"10.77.0.{index + 1}"
-        """Its address."""
+        """IPv4 address of the host."""
         self.ipv6 = f"fd77::{index + 1:x}"
-        """Its other address."""
+        """IPv6 address of the host."""
         self.index = index
-        """Its place in :attr:`Network.hosts`."""
+        """Index of the host in :attr:`Network.hosts`."""
         self.is_up = False
-        """Whether it runs."""
+        """Whether the host runs."""
         self._network = network
         self._processes: list[HostProcess] = []
 
@@ -68,11 +75,11 @@ class Host:
 
         Args:
             argv: the program and its arguments.
-            stdin: what it reads.
-            stdout: where its output goes; that of this process, unless given.
-            stderr: likewise.
-            env: its environment; that of this process, unless given.
-            cwd: its working directory; that of this process, unless given.
+            stdin: input of the process.
+            stdout: target of the output; by default the stdout of this process.
+            stderr: target of the error output; by default the stderr of this process.
+            env: environment; by default the environment of this process.
+            cwd: working directory; by default the working directory of this process.
 
         Raises:
             OSError: the program cannot be started.
@@ -109,7 +116,7 @@ class Host:
     def open_socket(
         self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM
     ) -> socket.socket:
-        """A socket of this host, for the test to use as if it ran there.
+        """A socket of this host, which the test can use as if the test ran there.
 
         Raises:
             HostError: the host is down.
@@ -123,46 +130,43 @@ class Host:
 
         Args:
             address: the IPv4 or IPv6 address of a host.
-            port: where something listens.
-            timeout_s: seconds for each operation on it, this one included.
+            port: port of the listening process.
+            timeout_s: seconds for each operation on the connection, including this call.
 
         Raises:
-            OSError: nobody listens there, or nothing comes back.
+            OSError: no process listens there, or no answer comes.
             HostError: the host is down.
         """
-        connection = self.open_socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with ExitStack() as undo:
+            connection = undo.enter_context(self.open_socket(family))
             connection.settimeout(timeout_s)
             connection.connect((address, port))
-        except BaseException:
-            connection.close()
-            raise
+            undo.pop_all()
         return connection
 
     def pause(self) -> None:
-        """All its processes stop where they are, as if it had no CPU any more. Its kernel goes on:
-        it takes in what is sent, and answers for connections.
+        """Stops all processes of the host, as if the host had lost its CPU, and waits until they
+        have stopped. The host's kernel goes on: it accepts packets and answers for connections.
         """
-        self._signal_all("STOP")
+        self.run(["sh", "-c", _STOP]).wait(ANSWER_TIMEOUT_S)
 
     def resume(self) -> None:
-        """Its processes go on."""
-        self._signal_all("CONT")
-
-    def _signal_all(self, signal_name: str) -> None:
-        # In a host's process namespace, -1 is every process of the host but its first.
-        self.run(["sh", "-c", f"kill -{signal_name} -1"]).wait(ANSWER_TIMEOUT_S)
+        """Resumes the processes of the host."""
+        self.run(["sh", "-c", "kill -CONT -1"]).wait(ANSWER_TIMEOUT_S)
 
     def kill(self) -> None:
-        """It dies at once: nothing more is sent, not even that connections end; all its processes
-        are killed, its shared memory is gone. Its peers are not told anything. Idempotent.
+        """Kills the host at once. The host sends nothing more, not even the end of connections. All
+        processes are killed, and the shared memory is gone. Peers are not notified. Idempotent.
         """
         if self.is_up:
             self.is_up = False
             self._network.ask(KillHost(self.index))
 
     def start(self) -> None:
-        """It comes up (again), under its name and addresses, with no process. Idempotent."""
+        """Starts the host (again), with the same name and addresses and without processes.
+        Idempotent.
+        """
         if not self.is_up:
             self._network.ask(StartHost(self.index, self.name, self.ipv4, self.ipv6))
             self.is_up = True
@@ -172,23 +176,23 @@ class Host:
             raise HostError(f"host {self.name!r} is down; start it first")
 
     def forget_processes(self) -> None:
-        """Closes what this process holds of them."""
+        """Closes the test's handles of the host's processes."""
         for process in self._processes:
             process.close()
         self._processes.clear()
 
 
 class Network(Closing):
-    """Hosts and the links between them, every two of which have one. All ends with it.
+    """Hosts, with a link between every two of them. Closing the network ends them all.
 
-    Close it; or use it as a context manager. Links are well at first, and may be changed whenever.
-    Thread-safe.
+    Close the network, or use it as a context manager. Links are good at first, and may be changed
+    at any time. Thread-safe.
     """
 
     def __init__(self, keeper: "subprocess.Popen[bytes]", channel: socket.socket) -> None:
         """Use :meth:`open`."""
         self.hosts: list[Host] = []
-        """In the order in which they were added; those that were killed too."""
+        """Hosts in the order of their creation, including killed hosts."""
         self._keeper = keeper
         self._channel = channel
         self._lock = threading.Lock()
@@ -196,13 +200,13 @@ class Network(Closing):
 
     @classmethod
     def open(cls, *, seed: int = 0) -> "Network":
-        """A network without hosts.
+        """Opens a network without hosts.
 
         Args:
             seed: decides which packets a lossy link loses.
 
         Raises:
-            HostError: this machine does not allow it; the message says what is missing.
+            HostError: this machine does not allow hosts; the message names the missing requirement.
         """
         if sys.platform != "linux":
             raise HostError(f"hosts for tests need Linux's namespaces; this is {sys.platform}")
@@ -214,7 +218,7 @@ class Network(Closing):
                 [*command, str(seed)],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C is the test's to handle
+                start_new_session=True,  # the test handles a Ctrl-C
             )
             undo.pop_all()
         ours.settimeout(ANSWER_TIMEOUT_S)
@@ -229,13 +233,13 @@ class Network(Closing):
         return network
 
     def add_host(self, name: str) -> Host:
-        """A new host, running.
+        """Adds a new host, running.
 
         Args:
-            name: its hostname: letters, digits and hyphens.
+            name: the hostname: letters, digits and hyphens.
 
         Raises:
-            ValueError: the name cannot be a hostname, or another host has it.
+            ValueError: the name cannot be a hostname, or another host has the name.
         """
         if not 0 < len(name) < 64 or not name.isascii() or not name.replace("-", "").isalnum():
             raise ValueError(f"name: {name!r} is not a hostname")
@@ -249,12 +253,12 @@ class Network(Closing):
     # ---- links --------------------------------------------------------------------------------
 
     def cut(self, source: Host, target: Host, *, one_way: bool = False) -> None:
-        """From now on nothing arrives, and nobody is told.
+        """Cuts a link: no packet arrives any more, and neither side gets an error.
 
         Args:
-            source: of what is lost.
-            target: where it does not arrive.
-            one_way: whether what goes from ``target`` to ``source`` still arrives.
+            source: source of the lost packets.
+            target: target of the lost packets.
+            one_way: whether packets from ``target`` to ``source`` still arrive.
         """
         self._change(source, target, one_way, is_cut=True)
 
@@ -267,41 +271,41 @@ class Network(Closing):
         bytes_per_s: float | None = None,
         one_way: bool = False,
     ) -> None:
-        """From now on packets take their time.
+        """Makes a link slow.
 
         Args:
-            source: of the packets.
-            target: of the packets.
-            delay_s: seconds from ``source`` to ``target``.
-            bytes_per_s: how many bytes pass in a second; any number, unless given.
+            source: source of the packets.
+            target: target of the packets.
+            delay_s: seconds that a packet takes from ``source`` to ``target``.
+            bytes_per_s: bandwidth in bytes per second; unlimited by default.
             one_way: whether the other direction stays as it is.
         """
         self._change(source, target, one_way, delay_s=delay_s, bytes_per_s=bytes_per_s)
 
     def lose(self, source: Host, target: Host, part: float, *, one_way: bool = False) -> None:
-        """From now on some packets do not arrive; TCP sends them again.
+        """Makes a link lose packets; TCP sends lost packets again.
 
         Args:
-            source: of the packets.
-            target: of the packets.
-            part: how many are lost, 0 to 1.
+            source: source of the packets.
+            target: target of the packets.
+            part: share of lost packets, 0 to 1.
             one_way: whether the other direction stays as it is.
         """
         self._change(source, target, one_way, loss=part)
 
     def restore(self, source: Host, target: Host, *, one_way: bool = False) -> None:
-        """From now on the link is well."""
+        """Repairs a link."""
         for pair in self._pairs(source, target, one_way):
             self._set_link(pair, Link())
 
     def link(self, source: Host, target: Host) -> Link:
-        """What packets from one host to the other meet now."""
+        """The current effects on packets from one host to the other."""
         return self._links.get((source.index, target.index), Link())
 
     def _change(self, source: Host, target: Host, one_way: bool, **changes: Any) -> None:
         for pair in self._pairs(source, target, one_way):
-            old = msgspec.structs.asdict(self._links.get(pair, Link()))
-            self._set_link(pair, Link(**{**old, **changes}))
+            before = self._links.get(pair, Link())
+            self._set_link(pair, msgspec.structs.replace(before, **changes))
 
     def _pairs(self, source: Host, target: Host, one_way: bool) -> list[tuple[int, int]]:
         pair = (source.index, target.index)
@@ -314,16 +318,16 @@ class Network(Closing):
     # ---- the keeper ---------------------------------------------------------------------------
 
     def ask(self, message: Message) -> Answer:
-        """Has the keeper do something.
+        """Sends a message to the keeper and waits for the answer.
 
         Raises:
-            OSError: it cannot be done.
+            OSError: the action is not possible.
             HostError: the keeper has ended.
         """
         return self.ask_fds(message, [])[0]
 
     def ask_fds(self, message: Message, descriptors: list[int]) -> tuple[Answer, list[int]]:
-        """The same, with descriptors for it and from it."""
+        """Like :meth:`ask`, with descriptors sent to and received from the keeper."""
         with self._lock:
             if self._channel.fileno() < 0:
                 raise HostError("the network is closed, and its hosts with it")
@@ -334,8 +338,8 @@ class Network(Closing):
             try:
                 answer, received = self._receive()
             except BaseException:
-                # A Ctrl-C, or a time-out of the test: the answer to this one would be taken for
-                # that to the next. So there is no next, and all ends.
+                # A Ctrl-C, or a timeout of the test: the late answer would be taken for the answer
+                # to the next message. So the channel is closed, and all hosts end.
                 self._channel.close()
                 raise
         if answer.error:
@@ -349,13 +353,13 @@ class Network(Closing):
         return msgspec.json.decode(raw, type=Answer), descriptors
 
     def close(self) -> None:
-        """Kills all processes of all hosts; the hosts are gone when this returns. Idempotent."""
+        """Kills all processes of all hosts; the hosts are gone after the call. Idempotent."""
         with self._lock:
             self._channel.close()
         try:
             self._keeper.wait(ANSWER_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()  # what it keeps dies with it
+            self._keeper.kill()  # the hosts die with the keeper
             self._keeper.wait()
         for host in self.hosts:
             host.is_up = False

@@ -1,4 +1,4 @@
-"""A process in a host, as the test that started it sees it."""
+"""A process in a host, as seen by the test that started the process."""
 
 import os
 import select
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO, Any, TypeAlias
 
 File: TypeAlias = int | IO[Any] | None
-"""As :class:`subprocess.Popen` takes it: a descriptor, a file, ``PIPE``, ``DEVNULL``, ``STDOUT``
-(for stderr), or ``None`` for that of this process."""
+"""A file argument of :class:`subprocess.Popen`: a descriptor, a file, ``PIPE``, ``DEVNULL``,
+``STDOUT`` (for stderr), or ``None`` for the file of this process."""
 
 
 class HostProcess:
@@ -23,22 +23,22 @@ class HostProcess:
         """Use :meth:`Host.run`."""
         self.args = list(argv)
         self.returncode: int | None = None
-        """How it ended, negative for a signal; ``None`` until somebody has asked."""
+        """Exit code, negative for a signal; ``None`` until a call has found the process ended."""
         self.stdin: IO[bytes] | None = None
-        """Its stdin, where ``PIPE`` was asked for."""
+        """Pipe to the process's stdin; ``None`` without ``PIPE``."""
         self.stdout: IO[bytes] | None = None
-        """Its stdout, likewise."""
+        """Pipe from the process's stdout; ``None`` without ``PIPE``."""
         self.stderr: IO[bytes] | None = None
-        """Its stderr, likewise."""
+        """Pipe from the process's stderr; ``None`` without ``PIPE``."""
         self._pidfd = pidfd
         self._ask_exit_code = ask_exit_code
 
     @property
     def pid(self) -> int:
-        """Its process id on this machine; in its host it has another.
+        """The process id on this machine; the id inside the host differs.
 
         Raises:
-            ProcessLookupError: it has ended.
+            ProcessLookupError: the process has ended.
         """
         for line in Path(f"/proc/self/fdinfo/{self._pidfd}").read_text().splitlines():
             if line.startswith("Pid:") and (pid := int(line.split()[1])) > 0:
@@ -46,16 +46,16 @@ class HostProcess:
         raise ProcessLookupError(f"{self.args[0]} has ended")
 
     def poll(self) -> int | None:
-        """Its exit code; ``None`` while it runs."""
+        """The exit code of the process; ``None`` while the process runs."""
         if self.returncode is None:
             self.returncode = self._ask_exit_code()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end and returns its exit code.
+        """Waits for the end of the process and returns the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
+            subprocess.TimeoutExpired: the process still runs after ``timeout`` seconds.
         """
         if self.returncode is None:
             waiting = select.poll()
@@ -64,24 +64,24 @@ class HostProcess:
                 assert timeout is not None
                 raise subprocess.TimeoutExpired(self.args, timeout)
         code = self.poll()
-        assert code is not None  # its end has been seen
+        assert code is not None  # the process has ended
         return code
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal; does nothing if it has ended."""
+        """Sends a signal; does nothing if the process has ended."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
     def terminate(self) -> None:
-        """Asks it to end."""
+        """Asks the process to end."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kills it. What it has started lives on, unless it notices."""
+        """Kills the process. Its children live on, unless they notice."""
         self.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Closes our ends of its pipes, and forgets it."""
+        """Closes the local ends of the pipes, and forgets the process."""
         for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe is not None:
                 with suppress(BrokenPipeError):
@@ -90,7 +90,7 @@ class HostProcess:
 
 
 def open_end(number: int, file: File, theirs: ExitStack) -> tuple[int, IO[bytes] | None]:
-    """(descriptor for the process, our end of a pipe) for its stdin, stdout or stderr."""
+    """Opens stdin, stdout or stderr: (descriptor for the process, local end of a pipe)."""
     if file == subprocess.PIPE:
         read, write = os.pipe()
         their, our = (read, write) if number == 0 else (write, read)

@@ -1,9 +1,9 @@
-"""Carries packets between hosts, and drops and delays them as a test says.
+"""Carries packets between hosts, and drops and delays them on a test's request.
 
-Every host has a veth pair: one end in the host, the other here, with a packet socket on it. A
-frame is read from the socket of the host that sent it, and written to that of the host whose
-address is its destination. Real TCP of the kernel runs over it, so that a lost packet is sent
-again, a slow link fills its queue, and on a cut link everything is silent.
+Every host has a veth pair: one end in the host, the other end here, with a packet socket. The relay
+reads a frame from the socket of the sending host, and writes the frame to the socket of the host
+with the destination address. The kernel's real TCP runs over the relay: lost packets are sent
+again, a slow link fills its queue, and a cut link is silent.
 """
 
 import heapq
@@ -17,30 +17,30 @@ from dataclasses import dataclass
 from kvferry.testing.hosts.messages import Link
 
 FRAMES_PER_TURN = 64
-"""Frames of one host that are carried before others have their turn."""
+"""Number of frames carried for one host before other hosts are served."""
 TURNS_BEFORE_A_CHANGE = 64
-"""Turns in which a link is emptied before it changes; a host that never pauses has no end."""
+"""Number of turns in which a link is emptied before a change; a host may send without end."""
 MAX_QUEUE_S = 1.0
-"""What would wait longer than this at a slow link is dropped."""
+"""Seconds that a frame waits at most at a slow link; frames with a longer wait are dropped."""
 RECEIVE_BYTES = 8 << 20
-"""What the kernel keeps of a host's packets until they are read."""
+"""Number of bytes of a host's unread packets in the kernel."""
 
-# Linux's, which the socket module does not name.
+# Constants of Linux that the socket module does not name.
 _SOL_PACKET = 263
 _PACKET_VNET_HDR = 15
 _PACKET_IGNORE_OUTGOING = 23
 _SO_RCVBUFFORCE = 33
 _ETH_P_ALL = 0x0003
 
-# A frame as it is read:
+# Layout of a frame as the relay reads the frame:
 #
 #   | vnet header | Ethernet: to, from, type | IPv4: ... to    |
 #   | 0           | 10   ... 22 .. 24        | 24 ... 40 .. 44 |
 #                                            | IPv6: ... to    |
 #                                            | 24 ... 48 .. 64 |
 #
-# The vnet header says that the checksum is still to be made, as the sending host left that to
-# its network card; with it the receiving host knows that all is well.
+# The vnet header says that the checksum is still missing, because the sending host left the
+# checksum to its network card. With this header, the receiving host accepts the packet.
 _TYPE = slice(22, 24)
 _TO_IPV4 = slice(40, 44)
 _TO_IPV6 = slice(48, 64)
@@ -50,11 +50,11 @@ _IPV6 = b"\x86\xdd"
 
 @dataclass(slots=True)
 class _Direction:
-    """From one host to another."""
+    """State of one direction between two hosts."""
 
     link: Link
     free_at: float = 0.0
-    """When the last frame that entered has left, by the monotonic clock."""
+    """Time at which the last entered frame has left, by the monotonic clock."""
 
 
 class Relay:
@@ -70,25 +70,25 @@ class Relay:
         self._buffer = memoryview(bytearray(1 << 17))
 
     def plug_in(self, index: int, interface: str, ipv4: str, ipv6: str) -> socket.socket:
-        """From now on packets of this host are carried.
+        """Starts carrying packets of a host.
 
         Args:
-            index: the host's.
-            interface: the end of its veth pair that is here.
-            ipv4: its addresses.
-            ipv6: likewise.
+            index: index of the host.
+            interface: the end of the host's veth pair on this side.
+            ipv4: IPv4 address of the host.
+            ipv6: IPv6 address of the host.
 
         Returns:
-            What is readable when :meth:`carry` has something to do.
+            Socket that is readable when :meth:`carry` has something to do.
         """
-        # Protocol 0 until it is bound: it would read the packets of every interface.
+        # Protocol 0 until the bind: the socket would otherwise read the packets of every interface.
         port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         port.setblocking(False)
         port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
         port.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
         try:
             port.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, RECEIVE_BYTES)
-        except PermissionError:  # in a user namespace: as much as anybody may have
+        except PermissionError:  # in a user namespace: the usual limit applies
             port.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
         port.bind((interface, _ETH_P_ALL))
         self._sockets[index] = port
@@ -97,25 +97,27 @@ class Relay:
         return port
 
     def unplug(self, index: int) -> None:
-        """From now on nothing comes from this host, and nothing reaches it."""
+        """Stops carrying packets from and to a host."""
         self._sockets.pop(index).close()
         self._index_of = {key: value for key, value in self._index_of.items() if value != index}
         self._waiting = [frame for frame in self._waiting if frame[2] != index]
         heapq.heapify(self._waiting)
 
     def set_link(self, source: int, target: int, link: Link) -> None:
-        """What packets from one host to another meet from now on; it outlives both."""
-        # What was sent before meets what was there before, however busy this process has been.
+        """Sets the effects on later packets from one host to another; the setting outlives both
+        hosts.
+        """
+        # Earlier packets meet the earlier link, even if this process has been busy.
         for _ in range(TURNS_BEFORE_A_CHANGE):
             if source not in self._sockets or not self.carry(source):
                 break
         self._directions[source, target] = _Direction(link)
 
     def carry(self, index: int) -> bool:
-        """Takes what a host has sent, and sends on what need not wait.
+        """Reads the frames of a host, and sends on the frames without a delay.
 
         Returns:
-            Whether there may be more.
+            Whether there may be more frames.
         """
         port, buffer = self._sockets[index], self._buffer
         with suppress(BlockingIOError):
@@ -134,7 +136,7 @@ class Relay:
         return False
 
     def send_waiting(self) -> float | None:
-        """Sends what has waited long enough; returns the seconds until the next, if any."""
+        """Sends the due frames; returns the seconds until the next, if any."""
         while self._waiting:
             left = self._waiting[0][0] - time.monotonic()
             if left > 0:
@@ -162,6 +164,6 @@ class Relay:
         heapq.heappush(self._waiting, (arrives, next(self._order), target, bytes(frame)))
 
     def _send(self, target: int, frame: memoryview | bytes) -> None:
-        # A full queue, or an end that has just gone: a packet is lost, as packets are.
+        # A full queue, or an end that has just vanished: the packet is lost, as packets may be.
         with suppress(OSError):
             self._sockets[target].send(frame)

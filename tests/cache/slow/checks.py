@@ -50,7 +50,8 @@ class SideBySide(RuleBasedStateMachine):
         self.token_groups = [g for g, group in enumerate(setup.groups) if group.kind != "cross"]
         self.keeps_all = all(setup.groups[g].kind == "full" for g in self.token_groups)
         self.has_encoder = len(self.token_groups) < len(setup.groups)
-        self.told = [{} for _ in setup.groups]  # per group, hash → tokens, from events alone
+        # Per group, hash → tokens, from events alone.
+        self.told: list[dict[bytes | int, tuple]] = [{} for _ in setup.groups]
         self.lives = []
         self.count = 0
         self.stats = PrefixCacheStats()
@@ -139,7 +140,7 @@ class SideBySide(RuleBasedStateMachine):
 
     @invariant()
     def tables_are_exact(self):
-        none = [[] for _ in self.model.groups]
+        none: list[list[int]] = [[] for _ in self.model.groups]
         for life in self.lives:
             expected = self.model.tables.get(life.request.request_id, none)
             blocks = self.manager.get_blocks(life.request.request_id)
@@ -186,14 +187,16 @@ class SideBySide(RuleBasedStateMachine):
         for event in self.manager.take_events():
             if isinstance(event, AllBlocksCleared):
                 self.told = [{} for _ in self.told]
-            elif isinstance(event, BlockRemoved):
+                continue
+            assert event.group_idx is not None
+            told = self.told[event.group_idx]
+            if isinstance(event, BlockRemoved):
                 for block_hash in event.block_hashes:
-                    del self.told[event.group_idx][block_hash]
+                    del told[block_hash]
             else:
                 size = event.block_size
                 for i, block_hash in enumerate(event.block_hashes):
-                    tokens = tuple(event.token_ids[i * size : (i + 1) * size])
-                    self.told[event.group_idx][block_hash] = tokens
+                    told[block_hash] = tuple(event.token_ids[i * size : (i + 1) * size])
         for g, told in enumerate(self.told if self.setup.with_events else ()):
             cached = self.manager.block_pool.cached_blocks(g)
             size = self.model.groups[g].block_size

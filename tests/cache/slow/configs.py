@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hypothesis import strategies as st
 
 from kvferry.cache import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -23,7 +25,12 @@ from tests.cache.slow.model import Group
 MAX_MODEL_LEN = 24
 
 # Small pages, padded to one size so that groups of any block sizes may share memory.
-SHAPE = {"num_kv_heads": 1, "head_size": 1, "dtype": "float32", "page_size_padded": 4096}
+SHAPE: dict[str, Any] = {
+    "num_kv_heads": 1,
+    "head_size": 1,
+    "dtype": "float32",
+    "page_size_padded": 4096,
+}
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,8 @@ Member = tuple[KVCacheSpec, Group]
 def full(draw: st.DrawFn, size: int) -> Member:
     spec = FullAttentionSpec(size, **SHAPE)
     # Windows that are computed but not kept change nothing here.
-    kept = draw(st.sampled_from([{}, {"sliding_window": 2}, {"attention_chunk_size": 2}]))
-    return replace(spec, **kept), Group("full", size)
+    kept: list[dict[str, Any]] = [{}, {"sliding_window": 2}, {"attention_chunk_size": 2}]
+    return replace(spec, **draw(st.sampled_from(kept))), Group("full", size)
 
 
 def mla(draw: st.DrawFn, size: int) -> Member:
@@ -107,6 +114,7 @@ def cross(draw: st.DrawFn, size: int) -> Member:
 def uniform(draw: st.DrawFn, size: int) -> Member:
     """Layers with pages of different sizes and one block table."""
     spec, group = draw(st.sampled_from([full, mla, sink, window, chunk, state]))(draw, size)
+    assert isinstance(spec, AttentionSpec | MambaSpec)
     specs = {f"uniform.{i}": replace(spec, page_size_padded=4096 * (i + 1)) for i in range(2)}
     return UniformTypeKVCacheSpecs(spec.block_size, specs), group
 

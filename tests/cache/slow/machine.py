@@ -39,7 +39,8 @@ class ManagerMachine(SideBySide):
             prompt = [*other.all_token_ids[:prefix_length], *prompt][: MAX_MODEL_LEN - 2]
             shown = [image for image in other.mm_inputs if image.offset < prefix_length]
         if image and not shown:
-            shown = [MultiModalInput(*image, IMAGE_LENGTHS[image[0]])]
+            identifier, offset = image
+            shown = [MultiModalInput(identifier, offset, IMAGE_LENGTHS[identifier])]
         request = Request(
             f"r{self.count}",
             prompt or [0],

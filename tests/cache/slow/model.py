@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import lcm
-from typing import Any
+from typing import Any, TypeAlias
 
 NEW = -1
 """Stands in a planned table for a block that is still to be taken."""
@@ -74,7 +74,11 @@ def live_blocks(group: Group, num_computed: int, num_slots: int) -> int:
     return sum(not is_dead(group, i, num_computed) for i in range(group.size(num_slots)))
 
 
-def prefix(request: Any, num_tokens: int) -> tuple[object, ...]:
+Prefix: TypeAlias = tuple[str | None, str | None, frozenset[tuple[str, int]], tuple[int, ...]]
+"""Salt, adapter, images with their positions, and tokens."""
+
+
+def prefix(request: Any, num_tokens: int) -> Prefix:
     """All that the KV of the last of these tokens depends on."""
     images = {(i.identifier, i.offset) for i in request.mm_inputs if i.offset < num_tokens}
     tokens = tuple(request.all_token_ids[:num_tokens])
@@ -101,8 +105,8 @@ class SlowManager:
         self.enable_caching = enable_caching and not has_encoder and self.unit < max_model_len
         self.num_reserved = sum(group.reserved for group in groups)
         self.free = list(range(1 + self.num_reserved, num_blocks))  # in the order of reuse
-        self.content: dict[int, tuple[object, ...]] = {}  # hashed block → group and prefix
-        self.holders = defaultdict[tuple[object, ...], list[int]](list)  # the same, oldest first
+        self.content: dict[int, tuple[int, Prefix]] = {}  # hashed block → group and prefix
+        self.holders = defaultdict[tuple[int, Prefix], list[int]](list)  # the same, oldest first
         self.tables: dict[str, list[list[int]]] = {}  # request → per group, block ids
         self.tainted: dict[str, set[tuple[int, int]]] = {}  # request → (group, index), never a hit
         self.unshared: dict[str, set[int]] = {}  # request → groups of which nothing more is hashed

@@ -5,18 +5,21 @@ Each has the name of the invariant that must find it.
 
 import math
 from concurrent.futures import Future
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
 from kvferry.connectors.aggregator import REMEMBERED, KVOutputAggregator, _Ledger
-from kvferry.connectors.pull.loads import Loads
+from kvferry.connectors.pull.asks import Asks
+from kvferry.connectors.pull.loads import Loads, RankLoadState
+from kvferry.connectors.pull.pursuit import PursuitState
+from kvferry.connectors.pull.pursuits import Pursuits
+from kvferry.connectors.pull.renewals import Renewals
 from kvferry.connectors.pull.scheduler import PullScheduler
-from kvferry.connectors.pull.sources import LoadState, Sources
 from kvferry.control import messages
 from kvferry.control.client import ControlClient
-from kvferry.control.connection import Connection
+from kvferry.control.connection import Connection, Ended
 from kvferry.control.leases import Lease, LeaseOutcome, LeaseTable
 from kvferry.control.messages import AskState, FinishAnswer
 from kvferry.control.server import ControlService
@@ -181,6 +184,13 @@ class IsEndedByNoise(ControlService):
         return super().handle(payload, connection)
 
 
+class KnowsPeersOfTheFormerIncarnation(ControlService):
+    """Who has shaken hands before the caches were let go need not do so again."""
+
+    def begin_anew(self, incarnation):
+        self.incarnation = incarnation
+
+
 class KeepsLeasesAtRestart(ControlService):
     """A source that was started again goes on as the start before, with its leases and peers."""
 
@@ -226,7 +236,7 @@ class TakesATimeoutForAYes(ControlClient):
     """A Finish without an answer counts as confirmed."""
 
     def finish(self, *said, **more):
-        confirmed = Future()
+        confirmed: Future[Any] = Future()
 
         def answered(future):
             lost = isinstance(future.exception(), PeerLostError)
@@ -264,7 +274,7 @@ class TakesSlowForLost(ControlClient):
 
 class _FirstComeFirstServed(Connection):
     def receive(self):
-        ended = []
+        ended: Ended = []
         while not self.is_closed and (payload := self.link.receive()) is not None:
             reply = messages.decode_reply(payload)
             if self.calls and reply.id:  # else it is news
@@ -287,56 +297,63 @@ class TakesAnAnswerForAnothers(ControlClient):
 # ---- the sources and loads of a target ----------------------------------------------------------
 
 
-class GivesUpAtTheFirstLoss(Sources):
+class GivesUpAtTheFirstLoss(Renewals):
     """A renewal without an answer is the end of its loads."""
 
-    def _renewed(self, source, loads, future):
-        super()._renewed(source, loads, future)
+    def _renewed(self, source, pursuits, future):
+        super()._renewed(source, pursuits, future)
         if isinstance(future.exception(), PeerLostError):
-            for load in loads:
-                self._give_up(load, future.exception())
+            for pursuit in pursuits:
+                self._give_up(pursuit, future.exception())
 
 
-class TakesSlowForUnreachable(Sources):
+class TakesSlowForUnreachable(Pursuits):
     """A load fails that has waited for the handshake's time, though nothing has gone wrong."""
 
-    def _expire(self, source, now):
-        for load in source.loads.values():
-            if load.state is LoadState.WAITING and now >= load.deadline:
-                self._fail(load, PeerLostError("no answer in time"))
+    def expire(self, source, now):
+        for pursuit in list(source.pursuits.values()):
+            if pursuit.awaits_source and not pursuit.is_read and now >= pursuit.deadline:
+                self._lose(pursuit, PeerLostError("no answer in time"))
 
 
-class ForgetsDroppedAsks(Sources):
+class ForgetsDroppedAsks(Pursuits):
     """A ticket that comes when nobody wants it any more is not given back."""
 
-    def _ticket_came(self, pending, text):
-        if pending.is_wanted:
-            super()._ticket_came(pending, text)
+    def _ticket_came(self, pursuit, text):
+        if pursuit.standing.state is not PursuitState.UNWANTED:
+            super()._ticket_came(pursuit, text)
 
 
-class AsksOnce(Sources):
+class AsksOnce(Asks):
     """A source is asked for a ticket, and not again."""
 
-    def _send_asks(self, source, now):
-        for pending in self._asks._of(source.address):
-            pending.next_ask = math.inf if pending.next_ask else 0.0
-        super()._send_asks(source, now)
+    def send_due(self, source, now):
+        for pursuit in self._of(source.address):
+            pursuit.due = math.inf if pursuit.due else 0.0
+        super().send_due(source, now)
 
 
-class ChargesWhoOwesAnAnswer(Sources):
+class ChargesWhoOwesAnAnswer(Asks):
     """A source that does not get to answer has as long as one that has not got the request."""
 
-    def _owes_answer(self, pending):
+    def _is_owed(self, pursuit, source):
         return False
 
 
-class LeavesTheRevokedToTheConfirm(Sources):
+class LeavesTheRevokedToTheConfirm(Renewals):
     """A load whose lease is lost goes on, also where it waits for more to read."""
 
-    def _give_up(self, load, error):
-        load.next_renewal = math.inf
-        if load.state is not LoadState.LOADING:
-            self._fail(load, error)
+    def _give_up(self, pursuit, error):
+        pursuit.due = math.inf
+        if not pursuit.is_read:
+            self._on_loss(pursuit, error)
+
+
+class CountsWhatWasLetGo(Loads):
+    """Loads that were confirmed count, although their memory was let go before the report."""
+
+    def end(self):
+        self._loads.clear()
 
 
 class EndsAfterAPart(Loads):
@@ -344,8 +361,8 @@ class EndsAfterAPart(Loads):
 
     def _read(self, load, peer):
         super()._read(load, peer)
-        if load.moves:
-            load.is_all_begun = True
+        if load.moves and load.state is RankLoadState.READING:
+            load.state = RankLoadState.ALL_BEGUN
             self._look(load)
 
 
@@ -362,7 +379,7 @@ class ReportsWithANewNonce(Loads):
     """A Finish is repeated as another report."""
 
     def _ask(self, load):
-        load.nonce = load.confirms.to_bytes(8)
+        load.confirm.nonce = load.confirm.attempts.to_bytes(8)
         super()._ask(load)
 
 
@@ -371,7 +388,7 @@ class ReportsWhatIsCancelled(Loads):
 
     def _give_up(self, load, error):
         super()._give_up(load, error)
-        if not load.confirming:
+        if load.state is not RankLoadState.CONFIRMING:
             self._confirm(load)
 
 
@@ -379,7 +396,7 @@ class TakesTicketsTwice(PullScheduler):
     """A ticket may be used again."""
 
     def on_new_request(self, request):
-        self._tickets._seen = SeenTickets()
+        self.sources.pursuits.tickets.seen = SeenTickets()
         super().on_new_request(request)
 
 
@@ -390,7 +407,7 @@ class PublishesWhatIsPlanned(PullScheduler):
         step = super().build_connector_meta(scheduler_output)
         for lent in step.writes:
             for rank in range(self._context.world_size):
-                self._server.written(lent.lease_id, rank, lent.num_tokens)
+                self.server.written(lent.lease_id, rank, lent.num_tokens)
         return step
 
 
@@ -422,6 +439,7 @@ _SLOW = "slow is not dead"
 _HEALED = "once all is well, loads succeed"
 
 _FINISH = "a finish follows the end of its reads"
+_LET_GO = "no load counts whose memory was let go"
 _FOUND = "no load counts that read other blocks"
 _ENDS = "every load and every lease ends"
 _HELD = "a load counts only when its source said held"
@@ -445,11 +463,11 @@ DEFECTS: dict[Build, Found] = {
     Build(table=ConfirmsParts, loads=EndsAfterAPart): (_PART, ()),
     Build(scheduler=PublishesWhatIsPlanned): (_FOUND, ()),
     Build(service=KeepsWhatIsPreempted): (_REVOKED, ("preempts",)),
-    Build(sources=LeavesTheRevokedToTheConfirm): (_ENDS, ("preempts",)),
+    Build(renewals=LeavesTheRevokedToTheConfirm): (_ENDS, ("preempts",)),
     Build(service=AnswersWithTheLastTicket): ("an ask is answered with its own ticket", ()),
-    Build(sources=ForgetsDroppedAsks): ("what nobody wants any more is given back", ()),
-    Build(sources=AsksOnce): (_HEALED, ()),
-    Build(sources=ChargesWhoOwesAnAnswer): (_SLOW, (SLOWNESS,)),
+    Build(pursuits=ForgetsDroppedAsks): ("what nobody wants any more is given back", ()),
+    Build(asks=AsksOnce): (_HEALED, ()),
+    Build(asks=ChargesWhoOwesAnAnswer): (_SLOW, (SLOWNESS,)),
     Build(table=NeverExpires): (_ENDS, ("restart a target",)),
     Build(table=ChargesPauses): (_SLOW, (SLOWNESS,)),
     Build(table=RefusesLateRenewals): (_SLOW, (SLOWNESS,)),
@@ -457,14 +475,16 @@ DEFECTS: dict[Build, Found] = {
     Build(service=BelievesAnybody): (_STRANGER, ("forge",)),
     Build(service=AcceptsProofsOfOtherRanks): (_STRANGER, ("alter",)),
     Build(service=IsEndedByNoise): ("bad messages harm only their sender", ("babble",)),
+    Build(service=KnowsPeersOfTheFormerIncarnation): ("nothing before a handshake", ("nap",)),
+    Build(loads=CountsWhatWasLetGo): (_LET_GO, ("nap",)),
     Build(service=KeepsLeasesAtRestart): ("nothing before a handshake", ("restart a source",)),
     Build(client=TakesATimeoutForAYes): (_HELD, ("restart a source",)),
     Build(client=TakesAnAnswerForAnothers): (_HELD, ("delay", "repeat", "twin")),
     Build(client=RenewsForTheFirstStart): (_HEALED, ("restart a source",)),
     Build(client=ForgetsCallsOfBrokenConnections): (_ENDS, ("breaks",)),
-    Build(sources=GivesUpAtTheFirstLoss): (_SLOW, ()),
+    Build(renewals=GivesUpAtTheFirstLoss): (_SLOW, ()),
     Build(client=TakesSlowForLost): (_SLOW, (SLOWNESS,)),
-    Build(sources=TakesSlowForUnreachable): (_SLOW, (SLOWNESS,)),
+    Build(pursuits=TakesSlowForUnreachable): (_SLOW, (SLOWNESS,)),
     Build(loads=KeepsWhatWasRead): (_FOUND, ("preempts",)),
     Build(loads=ReportsWithANewNonce): (_SLOW, ()),
     Build(loads=ReportsWhatIsCancelled): (_FINISH, ("abort", "slow_reads")),

@@ -7,21 +7,26 @@ transport, whose reads take their time and find in the source's blocks whatever 
 then, and the engine around them, which gives out blocks and runs one step after the other.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
+
+import msgspec
 
 from kvferry.config import KVTransferConfig
-from kvferry.connectors.base import ConnectorContext, KVConnectorOutput
+from kvferry.connectors.base import ConnectorContext, KVConnectorOutput, SchedulerOutputView
+from kvferry.connectors.pull.sources import Sources
+from kvferry.connectors.pull.tickets import AcceptedTickets
 from kvferry.control import messages
 from kvferry.control.client import ControlClient
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import Asked
 from kvferry.control.options import ControlOptions
 from kvferry.control.server import LOOK_S, ControlService
-from kvferry.control.tickets import Ticket, Transfer, verify
+from kvferry.control.tickets import Ticket, TransferId, verify
 from kvferry.errors import KVFerryError
 from kvferry.topology.description import (
     EngineDescription,
@@ -118,19 +123,19 @@ def listening(service: type[ControlService]) -> type[ControlService]:
     class Listening(service):  # type: ignore[valid-type, misc]
         port = 14579
         tells: Callable[[Any, str], None]
-        lends: Callable[[Transfer, Ticket], None]
-        denies: Callable[[Transfer, str], None]
+        lends: Callable[[TransferId, Ticket], None]
+        denies: Callable[[TransferId, str], None]
         tells_asker: Callable[[bytes, Asked], None]
 
         def _tell(self, holders: Any) -> None:
             for target, lease_id in holders:
                 self.tells(target, lease_id)
 
-        def lend(self, transfer: Transfer, ticket: Ticket) -> None:
+        def lend(self, transfer: TransferId, ticket: Ticket) -> None:
             self.lends(transfer, ticket)
             super().lend(transfer, ticket)
 
-        def deny(self, transfer: Transfer, reason: str) -> None:
+        def deny(self, transfer: TransferId, reason: str) -> None:
             self.denies(transfer, reason)
             super().deny(transfer, reason)
 
@@ -174,6 +179,9 @@ class Start:
             num_blocks=NUM_BLOCKS,
             world_size=shape.world_size,
         )
+        self.context = context
+        self._let_go: set[str] = set()
+        """Requests whose blocks were let go since they were last computed, or began to load."""
         self.process = self.fork(self.incarnation)
         self.ranks = [Rank(self, rank, context) for rank in range(shape.world_size)]
         self._open_scheduler(context)
@@ -193,20 +201,22 @@ class Start:
             groups=tagged_groups([shape.geometry]),
             ranks=tuple(rank.description for rank in self.ranks),
         )
-        self.server.set_description(self.description)
-        self.sources.describe(self.description)
+        self.scheduler.description.tell(self.description)
         self.world.note(f"{self.incarnation} has started")
         self._plan_step(0.0)
 
     def _open_scheduler(self, context: ConnectorContext) -> None:
         clock, extra, options = self.process.clock, self.shape.extra, self.cluster.options
-        self.table = watching_table(self.build.table).from_options(options, NUM_BLOCKS, clock)
+        # A class is hashable, though mypy says that the next two are not.
+        self.table = watching_table(self.build.table).from_options(  # type: ignore[arg-type]
+            options, NUM_BLOCKS, clock
+        )
         table: Any = self.table
         table.shares = lambda: self.world.chance(0.3)
         every_rank = range(self.shape.world_size)
         table.writers = lambda: every_rank if self.world.chance(0.3) else ()
         table.told = lambda ended: self.oracle.swept(ended, self.cluster.world_sizes)
-        server: Any = listening(self.build.service)(
+        server: Any = listening(self.build.service)(  # type: ignore[arg-type]
             engine_id=self.shape.name,
             incarnation=self.incarnation,
             role=context.config.kv_role,
@@ -223,10 +233,11 @@ class Start:
         self.port = Port(self.process, server, partial(self.oracle.answered, self))
         self.internet.ports[self.shape.address] = self.port
         if self.shape.lends:
-            self._server_mailbox = SimMailbox(self.process, "control", self._look_at_leases).start()
+            self.look_at_leases()
         client = self.open_client(self.process, server.peers, lambda lease_id: None)
-        self.sources = self.build.sources(
+        self.sources = Sources(
             client,
+            AcceptedTickets(extra.key(), extra),
             groups=context.groups,
             addresses=extra.peers,
             renew_interval=lambda ticket: ticket.lease_duration_s / options.renewals_per_lease,
@@ -235,9 +246,12 @@ class Start:
             note_error=server.note_error,
             clock=clock,
             mailbox=partial(SimMailbox, self.process),
+            pursuits=partial(
+                self.build.pursuits, asks=self.build.asks, renewals=self.build.renewals
+            ),
         )
         self.scheduler = self.build.scheduler(
-            context, extra, extra.key(), self.table, server, client, self.sources, clock
+            context, extra, extra.key(), server, client, self.sources, clock
         )
 
     def _send_news(self, target: Any, lease_id: str) -> None:
@@ -247,6 +261,10 @@ class Start:
     def _tell_asker(self, connection: bytes, news: Asked) -> None:
         self.oracle.asked(self, news)
         self.process.run(0.0, partial(self.port.tell, connection, messages.encode(news)))
+
+    def look_at_leases(self) -> None:
+        """From now on leases and peers expire, as at the product's server."""
+        self._server_mailbox = SimMailbox(self.process, "control", self._look_at_leases).start()
 
     def _look_at_leases(self) -> float:
         """As the product's server does, which looks at its ROUTER socket."""
@@ -260,12 +278,17 @@ class Start:
         return LOOK_S
 
     def open_client(
-        self, process: Process, peers: Any, reports: Callable[[str], None]
+        self,
+        process: Process,
+        peers: Any,
+        reports: Callable[[str], None],
+        *,
+        incarnation: str = "",
     ) -> ControlClient:
         """A client of one of the processes."""
         client: Any = watching_client(self.build.client)(
             engine_id=self.shape.name,
-            incarnation=self.incarnation,
+            incarnation=incarnation or self.incarnation,
             options=self.cluster.options,
             peers=peers,
             network=SimNetwork(self.internet, process),
@@ -301,6 +324,32 @@ class Start:
         for want in self.wants.values():
             want.outcome = want.outcome or "died"
 
+    def nap(self) -> None:
+        """Between two steps, the memory of its caches goes and comes back with nothing in it."""
+        if self._in_step:
+            self.process.run(0.01, self.nap)
+            return
+        incarnation = f"{self.incarnation}+"
+        self.world.note(f"{self.incarnation} lets its caches go, and is {incarnation}")
+        self.table.revoke_all()
+        for lease_id in self.lent.values():
+            self.oracle.leases[lease_id].kept.is_revoked = True
+        for want in self._computing:
+            if want.blocks:
+                self._lose_blocks(want)
+                want.num_computed_tokens, want.written = 0, {}
+                self._let_go.add(want.request_id)
+        self._let_go |= {id for id, want in self.wants.items() if want.state == "loading"}
+        for request_id in self.lent:
+            self.pool.fill(self.wants[request_id].blocks, f"let go by {self.incarnation}")
+        left = [rank.close() for rank in self.ranks]
+        self.context = dataclasses.replace(self.context, incarnation=incarnation)
+        self.ranks = [Rank(self, rank, self.context, output) for rank, output in enumerate(left)]
+        handshakes = [msgspec.msgpack.encode(rank.description) for rank in self.ranks]
+        self.cluster.starts[incarnation] = self
+        self.scheduler.begin_anew(incarnation, handshakes)
+        self.incarnation, self.target = incarnation, (self.shape.name, incarnation)
+
     # ---- as a source --------------------------------------------------------------------------
 
     def prefill(self, request_id: str, prompt: tuple[int, ...]) -> Any:
@@ -313,7 +362,7 @@ class Start:
             return None
         want = Want(request_id, prompt, {"do_remote_decode": True}, len(prompt), "length")
         want.blocks = blocks
-        keeps, params = self.scheduler.request_finished(want, (blocks,))  # type: ignore[arg-type]
+        keeps, params = self.scheduler.request_finished(want, (blocks,))
         if not keeps or params is None:
             self.pool.free(blocks)
             return None
@@ -342,8 +391,8 @@ class Start:
             missing.discard(rank)
             if not missing and self.lent.get(ticket.request_id) == ticket.lease_id:
                 self.pool.fill(blocks, name)
-            said = self.server.written, ticket.lease_id, rank, ticket.num_tokens
-            self.process.run(0.0002, partial(*said))
+            say = partial(self.server.written, ticket.lease_id, rank, ticket.num_tokens)
+            self.process.run(0.0002, say)
 
         for rank in self.ranks:
             rank.process.run(self.world.between(0.001, 8.0), partial(write, rank.rank))
@@ -371,7 +420,7 @@ class Start:
     def compute(self, want: Want) -> None:
         """A prompt to be computed, and lent from its first chunk on to whoever asks for it."""
         self.world.note(f"{self.incarnation} is to compute {want.request_id}")
-        self.scheduler.on_new_request(want)  # type: ignore[arg-type]
+        self.scheduler.on_new_request(want)
         want.state = "computing"
         self.wants[want.request_id] = want
         if not self._in_step:
@@ -384,6 +433,9 @@ class Start:
     def _schedule(self) -> Step:
         """What the next step computes, and who has lost its blocks before it."""
         step, began = Step(), [want for want in self._computing if want.blocks]
+        computed = self._let_go & {want.request_id for want in self._computing}
+        step.preempted_req_ids |= computed
+        self._let_go -= computed
         for want in began:
             if self.world.chance(self.cluster.preempts / 3):
                 self.world.note(f"{self.incarnation} preempts {want.request_id}")
@@ -427,7 +479,7 @@ class Start:
         if part.end == want.num_tokens and want.request_id in self.lent:
             self.oracle.leases[self.lent[want.request_id]].kept.unwritten.discard(rank)
 
-    def _lends(self, transfer: Transfer, ticket: Ticket) -> None:
+    def _lends(self, transfer: TransferId, ticket: Ticket) -> None:
         """The ticket of a transfer is known."""
         self.oracle.lent_as[transfer.transfer_id].add(ticket.lease_id)
         want = self.wants[ticket.request_id]
@@ -461,7 +513,7 @@ class Start:
     def _prompt_computed(self, want: Want) -> None:
         want.finish_reason = "length"
         early = self.lent.get(want.request_id)
-        keeps, params = self.scheduler.request_finished(want, (want.blocks,))  # type: ignore[arg-type]
+        keeps, params = self.scheduler.request_finished(want, (want.blocks,))
         want.state = "over"
         if not keeps or params is None:
             del self.wants[want.request_id]
@@ -481,7 +533,7 @@ class Start:
         want.finish_reason, want.outcome, want.state = "abort", "aborted", "over"
         if want.request_id in self.lent:
             self.oracle.leases[self.lent[want.request_id]].kept.is_revoked = True
-        self.scheduler.request_finished(want, (want.blocks,))  # type: ignore[arg-type]
+        self.scheduler.request_finished(want, (want.blocks,))
         del self.wants[want.request_id]
         self._lose_blocks(want)
 
@@ -498,7 +550,7 @@ class Start:
         """A request to be loaded, and then computed."""
         self.oracle.wants.append(want)
         try:
-            self.scheduler.on_new_request(want)  # type: ignore[arg-type]
+            self.scheduler.on_new_request(want)
         except KVFerryError as error:
             self.world.note(
                 f"{self.incarnation} refuses {want.request_id}: {self.oracle.plain(error)}"
@@ -519,7 +571,7 @@ class Start:
             self._abort_prompt(want)
             return
         want.finish_reason = "abort"
-        if not self.scheduler.request_finished(want, (want.blocks,))[0]:  # type: ignore[arg-type]
+        if not self.scheduler.request_finished(want, (want.blocks,))[0]:
             self._end(want, "aborted")
 
     def check_target(self, transfer: SimTransfer) -> None:
@@ -533,7 +585,7 @@ class Start:
 
     def _admit(self, want: Want) -> None:
         try:
-            count, _ = self.scheduler.get_num_new_matched_tokens(want, 0)  # type: ignore[arg-type]
+            count, _ = self.scheduler.get_num_new_matched_tokens(want, 0)
         except KVFerryError as error:
             self.world.note(f"{want.request_id} is computed: {self.oracle.plain(error)}")
             count, want.outcome = 0, "computed"
@@ -546,7 +598,7 @@ class Start:
         if blocks is None:
             return
         want.blocks = blocks
-        self.scheduler.update_state_after_alloc(want, want, count)  # type: ignore[arg-type]
+        self.scheduler.update_state_after_alloc(want, want, count)
         if count:
             want.state = "loading"
         else:
@@ -558,7 +610,7 @@ class Start:
 
     def _computed(self, want: Want) -> None:
         want.finish_reason = "length"
-        self.scheduler.request_finished(want, (want.blocks,))  # type: ignore[arg-type]
+        self.scheduler.request_finished(want, (want.blocks,))
         self._end(want, want.outcome)
 
     def _end(self, want: Want, outcome: str) -> None:
@@ -592,7 +644,7 @@ class Start:
             self._plan_step(2.0 if is_idle else 0.05)
             return
         self._in_step = True
-        metadata = self.scheduler.build_connector_meta(step)
+        metadata = self.scheduler.build_connector_meta(cast(SchedulerOutputView, step))
         self._outputs, self._parts = {}, step.requests
         for rank in self.ranks:
             stepped = partial(rank.step, metadata, step.requests, self._rank_stepped)
@@ -627,6 +679,11 @@ class Start:
         )
         if want is None:
             return
+        self.oracle.require(
+            not (ok and request_id in self._let_go),
+            "no load counts whose memory was let go",
+            f"{request_id} is loaded at {self.incarnation}",
+        )
         if want.is_aborted:
             self._end(want, "aborted")
         else:

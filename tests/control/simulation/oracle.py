@@ -31,8 +31,9 @@ from kvferry.control.messages import (
 )
 from kvferry.control.options import ControlOptions
 from kvferry.control.proofs import lease_of
-from kvferry.control.tickets import Ticket, Transfer, verify
+from kvferry.control.tickets import Ticket, TransferId, verify
 from kvferry.errors import DecodeError, KVFerryError
+from tests.control.simulation.ranks import SimTransfer
 from tests.control.simulation.shapes import KEY
 from tests.control.simulation.world import World
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 LAWS = {
     "a confirmed read ended before its blocks were freed": 3,
     "no load counts that read other blocks": 3,
+    "no load counts whose memory was let go": 3,
     "a load counts only when its source said held": 3,
     "a finish follows the end of its reads": 3,
     "a lease is done when each rank has reported": 3,
@@ -165,7 +167,7 @@ class Oracle:
         shared = " to anybody" if ticket.shared else ""
         self.world.note(f"{ticket.engine_id} lends {name}{shared}")
 
-    def denied(self, transfer: Transfer, reason: str) -> None:
+    def denied(self, transfer: TransferId, reason: str) -> None:
         """A source says that it lends nothing for a transfer."""
         self.world.note(f"nothing is lent: {self.plain(KVFerryError(reason))}")
         if reason.startswith("max_leased_blocks"):
@@ -366,8 +368,9 @@ class Oracle:
             f"rank {rank} of {target}, {lent.name}",
         )
         right = f"{ticket.engine_id}/{ticket.incarnation}/{ticket.request_id}"
-        for transfer in [move.transfer for move in load.moves]:
-            where = f"rank {rank} of {target}, {lent.name}"
+        for move in load.moves:
+            transfer, where = move.transfer, f"rank {rank} of {target}, {lent.name}"
+            assert isinstance(transfer, SimTransfer)
             self.require(
                 transfer.is_terminal and (freed is None or freed > transfer.ended_in),
                 "a confirmed read ended before its blocks were freed",

@@ -26,7 +26,7 @@ from kvferry.control.messages import (
 )
 from kvferry.control.options import ControlOptions
 from kvferry.control.proofs import prove
-from kvferry.control.tickets import Transfer, verify
+from kvferry.control.tickets import TransferId, verify
 from tests.control.simulation.engines import Cluster, Start
 from tests.control.simulation.network import SILENCE_S, Internet, NetworkFaults
 from tests.control.simulation.oracle import DROPPED, PROBE, Oracle
@@ -156,6 +156,13 @@ def hand_on(run: Run, old: Start) -> None:
             run.world.after(run.world.between(0.01, 10.0), partial(carry, run, again, old.shape))
 
 
+def nap(run: Run) -> None:
+    """An engine lets its caches go, and registers them again."""
+    engine = one_at_work(run, SHAPES)
+    if not engine.is_dead:
+        engine.process.run(0.0, engine.nap)
+
+
 def twin(run: Run) -> None:
     """A target that only looked dead is started again: two starts of it run."""
     old = one_at_work(run, TARGETS)
@@ -174,7 +181,8 @@ def forge(run: Run) -> None:
     if not known:
         return
     lent, (engine, start) = dice.choice(known), run.choose(TARGETS).target
-    who = {"engine_id": engine, "incarnation": start, "source_incarnation": source.incarnation}
+    who: dict[str, Any] = {"engine_id": engine, "incarnation": start}
+    who["source_incarnation"] = source.incarnation
     said = (engine, start, source.incarnation)
     lease_id, wrong = lent.ticket.lease_id, bytes(16)
     message: Renew | Release | Finishes | Ask
@@ -217,6 +225,7 @@ def say_altered(run: Run, address: str, payload: bytes) -> None:
     if dice.random() > (0.3 if isinstance(message, Finishes) else 0.05):
         return
     others = [lent.ticket.lease_id for lent in run.cluster.oracle.leases.values()]
+    altered: Finishes | Renew
     if isinstance(message, Finishes):
         item, what = message.items[0], dice.choice(("rank", "rank", "ok", "nonce", "id"))
         false = {"rank": item.rank + 1, "ok": not item.ok, "nonce": b"altered"}
@@ -272,10 +281,16 @@ def see(run: Run) -> None:
     said = (*target.target, ticket.incarnation, rank, True, nonce)
     proof = prove(ticket.secret, "Finish", ticket.lease_id, *said)
     item = Finish(lease_id=ticket.lease_id, rank=rank, ok=True, nonce=nonce, proof=proof)
-    names = dict(zip(("engine_id", "incarnation", "source_incarnation"), said, strict=False))
-    payload = messages.encode(Finishes(id=1, **names, items=(item,)))
+    engine, start = target.target
+    message = Finishes(
+        id=1,
+        engine_id=engine,
+        incarnation=start,
+        source_incarnation=ticket.incarnation,
+        items=(item,),
+    )
     lent.reported.add((target.target, rank))
-    source = run.engines[ticket.engine_id]
+    source, payload = run.engines[ticket.engine_id], messages.encode(message)
     say(run, source, payload, f"somebody reports {lent.name} as rank {rank} of {target.target}")
 
 
@@ -309,6 +324,7 @@ FAULTS: dict[str, tuple[float, Fault]] = {
     "babble": (6.0, babble),
     "see": (3.0, see),
     "abort": (4.0, abort),
+    "nap": (3.0, nap),
 }
 """What happens now and then: how often in a run, and what."""
 
@@ -467,7 +483,7 @@ def both(run: Run, shape: Shape, request_id: str, prompt: tuple[int, ...]) -> No
 
 def at_once(shape: Shape, request_id: str, prompt: tuple[int, ...]) -> tuple[Want, Want]:
     """What a router sends to a source, and to a target."""
-    transfer = Transfer.begin(f"{shape.advertised}:14579", KEY.encode()).text
+    transfer = TransferId.begin(f"{shape.advertised}:14579", KEY.encode()).text
     lends = {"do_remote_decode": True, "transfer": transfer}
     loads = {"do_remote_prefill": True, "transfer": transfer}
     return Want(request_id, prompt, lends), Want(request_id, (*prompt, 0), loads)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.connectors.base import ConnectorContext, KVConnectorOutput
 from kvferry.connectors.pull.loads import Loads, RankLoad
-from kvferry.connectors.pull.metadata import PullMetadata
+from kvferry.connectors.pull.metadata import PullMetadata, ids_of
 from kvferry.connectors.pull.peer import TargetRank
-from kvferry.connectors.pull.worker import PullWorker, _Cache
+from kvferry.connectors.pull.worker import PullWorker, RegisteredCache
 from kvferry.control.client import ControlClient
-from kvferry.errors import CancelledError, PeerLostError, StalledError
+from kvferry.errors import CancelledError, PeerLostError, StalledError, TransferError
 from kvferry.layouts.tiles import num_bytes
 from kvferry.topology.description import (
     RankDescription,
@@ -49,9 +49,16 @@ class SimPeer(Peer):
 
     def __init__(self, source: "Start", process: Process) -> None:
         self.source = source
+        self.incarnation = source.incarnation
+        """Of the source when the connection was made."""
         self.process = process
         """Of the reader."""
         self.transfers: list[SimTransfer] = []
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the source has died, or has let its caches go."""
+        return self.source.is_dead or self.source.incarnation != self.incarnation
 
     def close(self) -> None:
         for transfer in self.transfers:
@@ -75,9 +82,12 @@ class SimTransport:
 
     def connect(self, endpoint: bytes) -> SimPeer:
         source = self._start.cluster.starts[endpoint.decode()]
-        if source.is_dead:
+        if source.is_dead or source.incarnation != endpoint.decode():
             raise PeerLostError(f"nobody is there: {source.incarnation}")
         return SimPeer(source, self._process)
+
+    def prepare(self, peer: SimPeer, tiles: Any, most_tokens: int) -> None:
+        pass
 
     def poll(self) -> list[Transfer]:
         self.running = [transfer for transfer in self.running if not transfer.is_terminal]
@@ -114,7 +124,7 @@ class SimTransport:
             return
         source = peer.source
         cut = self._start.internet.cut_until(source.shape.host, self._start.shape.host)
-        if source.is_dead and self._world.chance(0.5):  # else its memory is read on
+        if peer.is_lost and self._world.chance(0.5):  # else its memory is read on
             self._process.run(0.0, partial(transfer.fail, PeerLostError("the source has died")))
         elif cut > self._world.now:
             if stood > STALL_S:
@@ -140,13 +150,18 @@ class SimWorker(PullWorker):
     """The product's worker half over the simulated transport."""
 
     def __init__(
-        self, context: ConnectorContext, rank: int, transport: Any, client: ControlClient
+        self,
+        context: ConnectorContext,
+        rank: int,
+        transport: Any,
+        client: ControlClient,
+        output: KVConnectorOutput | None,
     ) -> None:
-        super().__init__(context, rank, {"sim": transport}, client)
+        super().__init__(context, rank, {"sim": transport}, client, output)
 
     def register(self, target: TargetRank, loads: Loads, tell: Callable[[RankLoad], None]) -> None:
         """In place of ``register_kv_caches``; there is no memory."""
-        self._registered = _Cache(target, loads, None, None, None)
+        self._registered = RegisteredCache(target, loads, None, (), None)
         self._tell = tell
 
     def _report(self, load: RankLoad, output: KVConnectorOutput) -> None:
@@ -157,13 +172,21 @@ class SimWorker(PullWorker):
 class Rank:
     """One rank of one start, in its own process."""
 
-    def __init__(self, start: "Start", rank: int, context: ConnectorContext) -> None:
+    def __init__(
+        self,
+        start: "Start",
+        rank: int,
+        context: ConnectorContext,
+        output: KVConnectorOutput | None = None,
+    ) -> None:
         self.rank = rank
         self.start = start
-        self.process = start.fork(f"{start.incarnation}.{rank}")
+        self.process = start.fork(f"{context.incarnation}.{rank}")
         self.transport = SimTransport(start, self.process)
-        client = start.open_client(self.process, None, self._reports)
-        self.worker = SimWorker(context, rank, self.transport, client)
+        self.client = start.open_client(
+            self.process, None, self._reports, incarnation=context.incarnation
+        )
+        self.worker = SimWorker(context, rank, self.transport, self.client, output)
         staging: Any = SimpleNamespace(
             device="cpu", stall_timeout_s=STALL_S, numbers=StagingNumbers()
         )
@@ -177,14 +200,25 @@ class Rank:
         runs.is_dead = start.shape.lends
         mailbox = partial(SimMailbox, runs)
         self.loads = start.build.loads(
-            target, client, None, clock=self.process.clock, mailbox=mailbox
+            target, self.client, None, clock=self.process.clock, mailbox=mailbox
         )
         self.worker.register(target, self.loads, self._ended)
         self.description = RankDescription(
-            rank=rank, endpoints={"sim": start.incarnation.encode()}, memory=memory
+            rank=rank, endpoints={"sim": context.incarnation.encode()}, memory=memory
         )
         self._begun: set[str] = set()
         self._said = KVConnectorOutput()
+
+    def close(self) -> KVConnectorOutput:
+        """Lets the caches go, as the product's worker does; what is to be reported later."""
+        self.loads.close()
+        self.client.close()
+        for transfer in self.transport.running:
+            if not transfer.is_terminal:
+                transfer.fail(TransferError("the transport was closed"))
+        self.loads.end()
+        self.process.is_dead = True
+        return self.worker.get_transfer_results(set())
 
     def step(
         self,
@@ -218,7 +252,11 @@ class Rank:
 
     def _reports(self, lease_id: str) -> None:
         load = self.loads._loads.get(lease_id)
-        filled = set() if load is None else set().union(*load.spec.target_block_ids)
+        filled = (
+            set()
+            if load is None
+            else set().union(*(ids_of(table).tolist() for table in load.spec.target_tables))
+        )
         reads = [one for one in self.transport.running if not one.is_terminal]
         self.start.oracle.reports(
             self.start.target,

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from kvferry.connectors.aggregator import KVOutputAggregator
+from kvferry.connectors.pull.asks import Asks
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.loads import Loads
+from kvferry.connectors.pull.pursuits import Pursuits
+from kvferry.connectors.pull.renewals import Renewals
 from kvferry.connectors.pull.scheduler import PullScheduler
-from kvferry.connectors.pull.sources import Sources
 from kvferry.control.client import ControlClient
 from kvferry.control.leases import LeaseTable
 from kvferry.control.server import ControlService
@@ -39,7 +41,9 @@ class Build:
     table: type[LeaseTable] = LeaseTable
     service: type[ControlService] = ControlService
     client: type[ControlClient] = ControlClient
-    sources: type[Sources] = Sources
+    pursuits: type[Pursuits] = Pursuits
+    asks: type[Asks] = Asks
+    renewals: type[Renewals] = Renewals
     scheduler: type[PullScheduler] = PullScheduler
     loads: type[Loads] = Loads
     aggregator: type[KVOutputAggregator] = KVOutputAggregator
@@ -195,7 +199,9 @@ class Part:
 
 @dataclass
 class Step:
-    """What a source computes in one step."""
+    """What a source computes in one step: as much of a ``SchedulerOutputView`` as the product's
+    scheduler half reads.
+    """
 
     requests: list[Part] = field(default_factory=list)
     finished_req_ids: set[str] = field(default_factory=set)

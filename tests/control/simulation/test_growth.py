@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from kvferry.connectors import aggregator
-from kvferry.connectors.pull import record, sources
+from kvferry.connectors.pull import sources
 from kvferry.control import peers
 from kvferry.control.options import ControlOptions
+from kvferry.observe import records
 from tests.control.simulation.engines import Cluster, Start
 from tests.control.simulation.network import Internet, NetworkFaults
 from tests.control.simulation.oracle import Oracle
 from tests.control.simulation.play import at_once, swallowed_defects
 from tests.control.simulation.shapes import Build, Shape, Want
-from tests.control.simulation.world import SimMailbox, World
+from tests.control.simulation.world import World
 
 LIMIT = 64
 """Ended things that are remembered, of each kind."""
@@ -41,7 +42,7 @@ def forgetful(monkeypatch):
     monkeypatch.setattr(sources, "NAMED_S", KEPT_S)
     monkeypatch.setattr(peers, "KEPT_S", KEPT_S)
     monkeypatch.setattr(peers, "LOOK_S", 5.0)
-    monkeypatch.setattr(record, "REMEMBERED", LIMIT)
+    monkeypatch.setattr(records, "REMEMBERED", LIMIT)
     monkeypatch.setattr(aggregator, "REMEMBERED", LIMIT)
 
 
@@ -71,11 +72,10 @@ class Changing:
         early = self.world.dice.choice(modes)
         shape = Shape(f"{kind}{number}", host, host, size, tp=1, lends=lends, early_load=early)  # type: ignore[arg-type]
         start = Start(self.cluster, shape, 1)
-        tickets: Any = start.scheduler._tickets
-        tickets._seen._limit = LIMIT
+        tickets: Any = start.sources.pursuits.tickets
+        tickets.seen.limit = LIMIT
         if not lends:  # as the product's server does on every engine
-            mailbox = SimMailbox(start.process, "control", start._look_at_leases)
-            start._server_mailbox = mailbox.start()
+            start.look_at_leases()
         return start
 
     def replace(self, engines: list[Start], *, lends: bool) -> None:

@@ -73,7 +73,7 @@ def test_no_load_fails_while_processes_stand_still_for_up_to_a_minute(first, cou
 @pytest.mark.parametrize("build", DEFECTS, ids=lambda build: build.name)
 def test_a_defect_is_found_by_the_invariant_that_it_breaks(build):
     law, certain = DEFECTS[build]
-    found = Counter()
+    found: Counter[str] = Counter()
     for seed in range(MOST_SEEDS):
         try:
             play(seed, build, certain=certain)

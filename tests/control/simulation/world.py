@@ -11,8 +11,9 @@ import itertools
 import logging
 import math
 import random
+import select
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 from kvferry.mailbox import Mailbox, Task
 
@@ -60,8 +61,7 @@ class World:
             try:
                 event()
             except Exception as error:
-                self.broken("no defect of ours", repr(error))
-                raise self._broken from error
+                raise self.broken("no defect of ours", repr(error)) from error
             self.check()
         self.now = until
 
@@ -74,12 +74,15 @@ class World:
         """Adds a line to the trace."""
         self.trace.append(f"{self.now:9.3f}  {text}")
 
-    def broken(self, law: str, text: str) -> None:
-        """An invariant does not hold; :meth:`run` raises it, whatever swallows it here."""
+    def broken(self, law: str, text: str) -> BrokenError:
+        """An invariant does not hold; :meth:`run` raises the first such error, whatever swallows
+        it here.
+        """
         if self._broken is None:
             self.note(f"BROKEN  {law}: {text}")
             story = "\n".join(self.trace)
             self._broken = BrokenError(law, f"seed {self.seed}: {law}: {text}\n{story}")
+        return self._broken
 
     def chance(self, probability: float) -> bool:
         """Whether something of this probability happens."""
@@ -155,7 +158,7 @@ class Descriptor:
     """What a mailbox watches: whoever has news calls :meth:`tell`."""
 
     def __init__(self) -> None:
-        self.told: Callable[[Hashable], None] = lambda _: None
+        self.told: Callable[[Descriptor], None] = lambda _: None
         """Set by the mailbox that watches it."""
         self.has_news = False
 
@@ -179,8 +182,8 @@ class SimMailbox(Mailbox):
     ) -> None:
         super().__init__(name, turn, survives=survives, clock=process.clock)
         self._process = process
-        self._posted: deque[Task] = deque()
-        self._ready: dict[Hashable, None] = {}
+        self._to_do: deque[Task] = deque()
+        self._ready: dict[Descriptor, None] = {}
         self._round_number = 0
         """Rounds planned before the last one do not take place."""
         self._round_at = math.inf
@@ -191,13 +194,13 @@ class SimMailbox(Mailbox):
         return self
 
     def post(self, task: Task) -> None:
-        self._posted.append(task)
+        self._to_do.append(task)
         self._plan(0.0)
 
     def close(self) -> None:
         self._closed = True
 
-    def watch(self, socket: Descriptor, handler: Task) -> None:
+    def watch(self, socket: Descriptor, handler: Task, flags: int = select.POLLIN) -> None:
         self._handlers[socket] = handler
         socket.told = self._told
         if socket.has_news:
@@ -207,7 +210,7 @@ class SimMailbox(Mailbox):
         self._handlers.pop(socket, None)
         self._ready.pop(socket, None)
 
-    def _told(self, socket: Hashable) -> None:
+    def _told(self, socket: Descriptor) -> None:
         self._ready[socket] = None
         self._plan(0.0)
 
@@ -231,12 +234,12 @@ class SimMailbox(Mailbox):
             socket.has_news = False
             if (handler := self._handlers.get(socket)) is not None:
                 self._guarded(handler)
-        while self._posted:
-            self._guarded(self._posted.popleft())
+        while self._to_do:
+            self._guarded(self._to_do.popleft())
         self._running, self._round_at = False, math.inf
         if not self._closed:
             pause = self._take_turn()
             if pause is not None:
                 self._plan(pause)
-            if self._posted or self._ready:
+            if self._to_do or self._ready:
                 self._plan(0.0)

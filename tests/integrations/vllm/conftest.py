@@ -13,12 +13,14 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.vllm_servers.ports import free_port
+from tests.integrations.checkpoints import write_tiny_hybrid
 
 HERE = Path(__file__).parent
 VOCABULARY = 1024
@@ -95,44 +97,16 @@ def write_tiny_llama(folder: Path, *, seed: int = 1234, **config: Any) -> Path:
     return folder
 
 
-def write_tiny_hybrid(
-    folder: Path, *, window: int = 100, seed: int = 5, full: str = "full_attention"
-) -> Path:
-    """A random Gemma 3 of four layers, of which two or all look at a window of tokens only."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+@contextmanager
+def _agent_is(agent: Any) -> Iterator[None]:
+    """Within the block, vLLM's global is the connector of one worker; afterwards it is empty."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
 
-    torch.manual_seed(seed)
-    config = Gemma3TextConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        query_pre_attn_scalar=32,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=4096,
-        initializer_range=0.1,
-        sliding_window=window,
-        layer_types=["sliding_attention", full] * 2,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = Gemma3ForCausalLM(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: tensor.contiguous()
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    values = json.loads(config.to_json_string())
-    values["architectures"] = ["Gemma3ForCausalLM"]
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
+    kv_transfer_state._KV_CONNECTOR_AGENT = agent
+    try:
+        yield
+    finally:
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
 
 
 class Engine:
@@ -140,10 +114,8 @@ class Engine:
 
     def __init__(self, model: Path, role: str | None, **settings: Any) -> None:
         from vllm import LLM
-        from vllm.distributed.kv_transfer import kv_transfer_state
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        self._state = kv_transfer_state
-        kv_transfer_state._KV_CONNECTOR_AGENT = None
         extra = settings.pop("extra", {})
         policy = settings.pop("policy", "fail")
         before, after = settings.pop("before", ()), settings.pop("after", ())
@@ -172,14 +144,14 @@ class Engine:
             "skip_tokenizer_init": True,
             "disable_log_stats": False,
         }
-        self.llm = LLM(
-            model=str(model),
-            **(defaults | settings),
-            **({} if role is None else {"kv_transfer_config": transfer}),
-        )
-        _started.append(self.llm)
-        self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
-        kv_transfer_state._KV_CONNECTOR_AGENT = None
+        with _agent_is(None):
+            self.llm = LLM(
+                model=str(model),
+                **(defaults | settings),
+                **({} if role is None else {"kv_transfer_config": transfer}),
+            )
+            _started.append(self.llm)
+            self._agent = get_kv_transfer_group() if has_kv_transfer_group() else None
 
     @property
     def scheduler(self) -> Any:
@@ -206,7 +178,8 @@ class Engine:
         """vLLM's own count of prompt tokens by where their KV came from."""
         for logger in self.llm.llm_engine.logger_manager.stat_loggers:
             if hasattr(logger, "counter_prompt_tokens_by_source"):
-                return int(logger.counter_prompt_tokens_by_source[source][0]._value.get())
+                (counter,) = logger.counter_prompt_tokens_by_source[source][0].collect()
+                return int(counter.samples[0].value)
         raise AssertionError("vLLM keeps no Prometheus figures")
 
     def add(
@@ -247,11 +220,12 @@ class Engine:
 
     def step(self) -> list[Any]:
         """One step; its finished requests."""
-        self._state._KV_CONNECTOR_AGENT = self._agent
-        try:
+        with self.at_work():
             return [output for output in self.llm.llm_engine.step() if output.finished]
-        finally:
-            self._state._KV_CONNECTOR_AGENT = None
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """Within the block, the worker's connector is the one that vLLM calls."""
+        return _agent_is(self._agent)
 
     def abort(self, *request_ids: str) -> None:
         """Aborts requests."""
@@ -439,7 +413,7 @@ def records(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[Any]]:
 
     def of(engine: Engine) -> list[Any]:
         found: list[Any] = []
-        pull = engine.worker._worker.pull
+        pull = engine.worker.connector_worker.pull
         get = pull.get_transfer_results
 
         def get_transfer_results(finished: set[str]) -> Any:

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ BLOCK = 2 * 3 * 4 * 64 * 32 * 4
 
 
 def tier(**extra):
-    found = copy.deepcopy(TIER)
+    found: Any = copy.deepcopy(TIER)
     found["kv_connector_extra_config"] |= extra
     return found
 
@@ -286,7 +287,7 @@ def test_the_example_in_the_docs_is_valid():
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "vllm" / "requests.md").read_text()
     shown = page.partition("## Beside other connectors")[2].partition("```json")[2]
     config = KVTransferConfig(**json.loads(shown.partition("```")[0]))
     parallel = SimpleNamespace(
@@ -309,4 +310,3 @@ def test_the_example_in_the_docs_is_valid():
 def test_a_connector_that_is_alone_finds_nobody_beside_it(start):
     engine = start("kv_both")
     assert compat.connectors_beside(engine.connector) is None
-    assert not engine.connector._scheduler._beside

@@ -17,22 +17,26 @@ from vllm.v1.request import Request
 
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.content import Adapters, ContentKeys
-from kvferry.integrations.vllm.views import RequestView
+from kvferry.integrations.vllm.views import VllmRequest
 
 HIDDEN = 128
 """Width of the tiny models' embeddings."""
 
 
-def view(tokens=(1, 2, 3, 4, 5, 6), check="sample", hashed=True, **fields):
-    """A request of vLLM's as a connector sees it."""
-    request = Request(
+def request_of(tokens, **fields):
+    """A request of vLLM's."""
+    return Request(
         request_id="r",
         prompt_token_ids=None if tokens is None else list(tokens),
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         **fields,
     )
-    return RequestView(request, ContentKeys(check, inputs_are_hashed=hashed))
+
+
+def view(tokens=(1, 2, 3, 4, 5, 6), check="sample", hashed=True, **fields):
+    """The same as a connector sees it."""
+    return VllmRequest(request_of(tokens, **fields), ContentKeys(check, inputs_are_hashed=hashed))
 
 
 def image(identifier, offset, length=2):
@@ -226,9 +230,9 @@ def test_embeddings_have_as_many_tokens_as_they_have_rows():
 
 @pytest.mark.parametrize("tokens", [None, [1, 2, 3, 4]])
 def test_the_last_token_goes_with_its_embedding(tokens):
-    request = view(
+    request = request_of(
         tokens, prompt_embeds=torch.randn(4, 4), prompt_is_token_ids=tokens and [True] * 4
-    )._request
+    )
     compat.drop_last_prompt_token(request)
     assert request.num_tokens == request.num_prompt_tokens == len(request.prompt_embeds) == 3
     assert tokens is None or len(request.prompt_is_token_ids) == len(request.prompt_token_ids) == 3

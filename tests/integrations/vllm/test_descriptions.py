@@ -383,7 +383,7 @@ def test_tokens_are_spread_as_vllm_spreads_them(
     for rank in range(tp):
         plan = plan_transfer(source=single.geometry, target=group.geometry, target_rank=rank)
         found = cache_of(spec, kernel_block)
-        copies = plan.bind(*reversed(tables), NUM_TOKENS)
+        copies = plan.bind(tables[1], tables[0], NUM_TOKENS)
         run_copies(
             copies, sources={0: {ATTENTION: expected.numpy()}}, target={ATTENTION: found.numpy()}
         )

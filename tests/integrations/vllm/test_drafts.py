@@ -135,7 +135,7 @@ def test_every_cell_of_an_eagle_head_arrives(
     expected = reference(prompts)
     head = write_tiny_eagle(tmp_path / "eagle", tiny_llama)
     prefill, decode = start_pair(**drafts_of(head, "eagle"), d_block_size=128)
-    (group,) = decode.connector._scheduler._groups
+    (group,) = decode.connector.connector_scheduler.groups
     assert group.geometry.layer_indices == (0, 1, 2, 3)
     sent, received = records(prefill), records(decode)
     assert generated(decode.generate(prompts, prefill.prefill(prompts))) == expected

@@ -8,14 +8,15 @@ import pickle
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
 
-from kvferry.connectors.pull.sources import LoadState
+from kvferry.connectors.pull.pursuit import LoadState
 from kvferry.control.leases import LeaseOutcome
-from kvferry.control.tickets import Transfer
+from kvferry.control.tickets import TransferId
 from kvferry.integrations.vllm.messages import StepReport
 from tests.integrations.vllm.test_drafts import can_draft, drafts_of
 
@@ -44,11 +45,11 @@ def start_early(start_pair):
 
 
 def pull_of(engine):
-    return engine.connector._scheduler.pull
+    return engine.connector.connector_scheduler.pull
 
 
 def transfer_of(prefill):
-    return Transfer.begin(f"127.0.0.1:{pull_of(prefill).port}", KEY.encode()).text
+    return TransferId.begin(f"127.0.0.1:{pull_of(prefill).port}", KEY.encode()).text
 
 
 def send(prefill, decode, prompt):
@@ -60,20 +61,20 @@ def send(prefill, decode, prompt):
 
 
 def load_of(decode):
-    (load,) = pull_of(decode)._loads.values()
+    (load,) = pull_of(decode).borrower.loads.values()
     return load
 
 
 def readable(decode):
     """The tokens that decode's ranks may read, of the only load that there is."""
-    loads = pull_of(decode)._loads.values()
+    loads = pull_of(decode).borrower.loads.values()
     return [load.spec.readable for load in loads if load.spec is not None]
 
 
 def until(condition, *engines):
     """Steps engines until it holds; returns the outputs that ended."""
     deadline = time.monotonic() + WAIT_S
-    ended = {}
+    ended: dict[str, Any] = {}
     while not condition():
         assert time.monotonic() < deadline
         for engine in engines:
@@ -84,7 +85,7 @@ def until(condition, *engines):
 
 def finish(prefill, decode, *request_ids):
     """Steps both until these requests have ended; their outputs."""
-    ended = {}
+    ended: dict[str, Any] = {}
     deadline = time.monotonic() + WAIT_S
     while not ended.keys() >= set(request_ids):
         assert time.monotonic() < deadline
@@ -99,8 +100,8 @@ def generated(output):
 
 def written(prefill):
     """What prefill tells of each prompt that it computes: tokens that all its ranks have."""
-    leases = pull_of(prefill)._lender.leases
-    return list(leases.readable(list(pull_of(prefill)._lender._early)).values())
+    lender = pull_of(prefill).lender
+    return list(lender.leases.readable(lender.growing.by_lease).values())
 
 
 def assert_at_rest(*engines):
@@ -117,7 +118,7 @@ def test_what_is_written_is_read_while_the_rest_is_computed(start_early, referen
         prefill.step()
         assert written(prefill) == [step * CHUNK]
         until(lambda parts=step: readable(decode) == [parts * CHUNK], decode)
-    assert load_of(decode).state is LoadState.LOADING
+    assert load_of(decode).state is LoadState.READING
     _, output = finish(prefill, decode, first, second)
     assert [generated(output)] == reference([prompt])
     assert decode.prompt_tokens_from("external_kv_transfer") == 399
@@ -140,7 +141,7 @@ def test_off_reads_nothing_before_the_prompt_is_whole(start_early, reference, ra
     prompt = random_prompt(300)
     first, second = send(prefill, decode, prompt)
     prefill.step()
-    until(lambda: pull_of(decode)._loads, decode)
+    until(lambda: pull_of(decode).borrower.loads, decode)
     for _ in range(20):
         decode.step()
     assert load_of(decode).state is LoadState.WAITING
@@ -153,11 +154,8 @@ def test_off_reads_nothing_before_the_prompt_is_whole(start_early, reference, ra
 def run(engine, scheduled):
     """What the ranks report of a step that was scheduled, as vLLM's loop has them run it."""
     executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
-    engine._state._KV_CONNECTOR_AGENT = engine._agent
-    try:
+    with engine.at_work():
         return executor.execute_model(scheduled) or executor.sample_tokens(None)
-    finally:
-        engine._state._KV_CONNECTOR_AGENT = None
 
 
 def test_steps_that_are_scheduled_ahead_publish_when_they_are_over(start_early, random_prompt):
@@ -172,7 +170,11 @@ def test_steps_that_are_scheduled_ahead_publish_when_they_are_over(start_early, 
         prefill.scheduler.update_from_output(step, report)
         assert written(prefill) == [number * CHUNK]
     prefill.abort(first)
-    until(lambda: not pull_of(decode)._loads and not pull_of(decode)._asks, prefill, decode)
+    until(
+        lambda: not pull_of(decode).borrower.loads,
+        prefill,
+        decode,
+    )
     assert_at_rest(prefill, decode)
 
 
@@ -224,7 +226,7 @@ def test_a_prompt_that_is_not_computed_to_its_end_fails_the_load(
 
 
 def revoked(prefill):
-    return pull_of(prefill)._lender.leases.counters()[LeaseOutcome.REVOKED]
+    return pull_of(prefill).lender.leases.counters()[LeaseOutcome.REVOKED]
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -240,7 +242,7 @@ def test_a_prompt_that_is_preempted_is_read_anew_when_it_is_computed_anew(
     how(prefill)
     prefill.step()
     assert revoked(prefill) == 1, "before its blocks hold anything else"
-    until(lambda: pull_of(decode)._asks, decode)
+    until(lambda: load_of(decode).state is LoadState.RESTARTING, decode)
     _, output = finish(prefill, decode, first, second)
     assert [generated(output)] == reference([prompt])
     assert decode.prompt_tokens_from("external_kv_transfer") == 399
@@ -311,7 +313,7 @@ def test_where_tokens_are_drafted_a_prompt_is_lent_when_it_is_whole(
     prompt = random_prompt(300)
     first, second = send(prefill, decode, prompt)
     prefill.step()
-    assert not pull_of(prefill)._lender._early
+    assert not pull_of(prefill).lender.growing.by_lease
     _, output = finish(prefill, decode, first, second)
     assert [generated(output)] == reference([prompt])
     assert decode.prompt_tokens_from("external_kv_transfer") == 299
@@ -409,9 +411,9 @@ def behind(monkeypatch):
     streams = []
 
     def put_behind(prefill):
-        pull = prefill.worker._worker.pull
+        pull = prefill.worker.connector_worker.pull
         streams.append(Stream())
-        monkeypatch.setattr(pull, "_registered", replace(pull._registered, stream=streams[-1]))
+        monkeypatch.setattr(pull, "_registered", replace(pull._registered, streams=streams[-1:]))
         return streams[-1]
 
     yield put_behind
@@ -488,7 +490,11 @@ def test_a_report_tells_what_was_carried_out_before_it_left_its_rank(
     prefill.scheduler.update_from_output(step, report)
     assert written(prefill) == [CHUNK]
     prefill.abort(first)
-    until(lambda: not pull_of(decode)._loads and not pull_of(decode)._asks, prefill, decode)
+    until(
+        lambda: not pull_of(decode).borrower.loads,
+        prefill,
+        decode,
+    )
     assert_at_rest(prefill, decode)
 
 

@@ -1,6 +1,7 @@
 """Cells of an fp8 cache are scaled, so engines that have one pair with their like only."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,14 @@ def engine(*dtypes):
         quantization=None,
         seed=0,
     )
-    sizes = {"num_layers": 2, "num_kv_heads": 1, "head_size": 8, "block_size": 16, "layout": "NHD"}
-    groups = tuple(
+    sizes: dict[str, Any] = {
+        "num_layers": 2,
+        "num_kv_heads": 1,
+        "head_size": 8,
+        "block_size": 16,
+        "layout": "NHD",
+    }
+    groups: Any = tuple(
         SimpleNamespace(geometry=EngineGeometry(**sizes, dtype=dtype, parallel=ParallelShape()))
         for dtype in dtypes
     )

@@ -2,6 +2,7 @@
 
 import hashlib
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +28,9 @@ LENGTHS = (5, 99, 101, 164, 229, 400, 900)
 def told(engine):
     """Layer → what the engine's only rank tells of its heads."""
     handshake = engine.worker.get_handshake_metadata().handshake
-    return msgspec.msgpack.decode(handshake, type=RankDescription).heads.told()
+    heads = msgspec.msgpack.decode(handshake, type=RankDescription).heads
+    assert heads is not None
+    return heads.told()
 
 
 def digests_of_checkpoint(model, layer, dtype=torch.float32):
@@ -76,6 +79,8 @@ def test_weights_in_a_parameter_and_in_a_kernel_have_equal_digests(start, tiny_l
     )
     assert weight.shape == (rows, width)
     for one, two in zip(asked, kv_weights(plain, attention), strict=True):
+        assert isinstance(one, torch.Tensor)
+        assert isinstance(two, torch.Tensor)
         assert torch.equal(one, two)
 
 
@@ -130,7 +135,9 @@ def test_a_projection_without_plain_weights_says_why(start, tiny_llama):
 def test_a_kernel_that_cannot_be_asked_is_a_reason_and_no_end(start, tiny_llama, monkeypatch):
     projection, attention = projection_and_layer(start("kv_producer", tiny_llama))
 
-    class Refuses(type(projection.quant_method)):
+    method: Any = type(projection.quant_method)
+
+    class Refuses(method):
         def apply(self, *_):
             raise RuntimeError("this platform has no such kernel")
 
@@ -244,7 +251,7 @@ def test_a_cache_that_layers_share_is_described_and_moved_once(
     start_alone(start, model, **{key[2:]: value for key, value in decodes_windows.items()})
     extra = {"record_digests": True}
     prefill, decode = start_pair(p_model=model, d_model=model, extra=extra, **decodes_windows)
-    groups = decode.connector._scheduler._groups
+    groups = decode.connector.connector_scheduler.groups
     held = sorted(layer for group in groups for layer in group.geometry.model_layers)
     assert held == [0, 1, 2, 3]  # of six layers the last two read the caches of layers 2 and 3
     assert sorted(told(decode)) == held
@@ -266,14 +273,14 @@ def test_engines_whose_heads_are_in_another_order_are_refused_by_their_digests_a
 ):
     """Only the digests can tell: shapes, config and the digest of the weights are equal."""
     prefill, decode = start_pair(policy="recompute")
-    scheduler = decode.connector._scheduler.pull
-    (rank,) = scheduler._description.ranks
+    description = decode.connector.connector_scheduler.pull.description
+    (rank,) = description.told.ranks
     turned = {
         layer: (form, b"".join(reversed(split_digests(digests))))
         for layer, (form, digests) in rank.heads.told().items()
     }
     rank = msgspec.structs.replace(rank, heads=HeadDigests.of(turned))
-    scheduler._describe(msgspec.structs.replace(scheduler._description, ranks=(rank,)))
+    description.tell(msgspec.structs.replace(description.told, ranks=(rank,)))
     prompt = random_prompt(100)
     decode.generate([prompt], prefill.prefill([prompt]))
     assert decode.prompt_tokens_from("external_kv_transfer") == 0
@@ -292,6 +299,6 @@ def test_weights_that_change_in_place_are_digested_anew(
     loads = release.gives_cache_manager  # before 0.30 transfers end with an update
     assert decode.prompt_tokens_from("external_kv_transfer") == (99 if loads else 0)
     if loads:
-        (rank,) = decode.connector._scheduler.pull._description.ranks
+        (rank,) = decode.connector.connector_scheduler.pull.description.told.ranks
         for layer, (_, digests) in rank.heads.told().items():
             assert split_digests(digests) == digests_of_checkpoint(other, layer)

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
 
+from kvferry.control.tickets import verify
 from kvferry.errors import ConfigError
 from kvferry.integrations.vllm.compat import release
 
@@ -27,7 +28,9 @@ def generated(outputs):
 
 def test_windows_are_groups_of_their_own(start, tiny_hybrid):
     engine = start("kv_producer", tiny_hybrid)
-    windows = [group.geometry.sliding_window for group in engine.connector._scheduler._groups]
+    windows = [
+        group.geometry.sliding_window for group in engine.connector.connector_scheduler.groups
+    ]
     assert sorted(windows, key=str) == [100, None]
 
 
@@ -54,6 +57,16 @@ def test_the_first_token_may_come_from_prefill(start, pair_of, tiny_hybrid, rand
     first = list(output.outputs[0].token_ids)
     rest = decode.generate([prompt + first], [output.kv_transfer_params], max_tokens=11)
     assert [first + generated(rest)[0]] == expected
+
+
+def test_a_decode_engine_that_computes_no_prompt_gets_all_its_tokens(
+    pair_of, tiny_hybrid, random_prompt
+):
+    prefill, _ = pair_of(tiny_hybrid)
+    prompt = random_prompt(164)
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, "note_first_token": True}
+    (output,) = prefill.generate([prompt], [asked], max_tokens=1)
+    assert verify(output.kv_transfer_params["ticket"], None).num_tokens == len(prompt)
 
 
 @finds_prefixes

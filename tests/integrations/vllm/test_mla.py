@@ -39,7 +39,7 @@ def generated(outputs):
 
 def test_the_latent_is_described_as_one_part_in_rows(start, tiny_mla):
     engine = start("kv_producer", tiny_mla, **MLA)
-    (group,) = engine.connector._scheduler._groups
+    (group,) = engine.connector.connector_scheduler.groups
     geometry = group.geometry
     assert (geometry.use_mla, geometry.head_size, geometry.block_size) == (True, 576, 16)
     assert (str(geometry.layout), geometry.packing) == ("BHNC", "")
@@ -107,7 +107,7 @@ def test_tables_of_unequal_blocks(
     prefill = start("kv_producer", tiny_mla, **MLA)
     larger_blocks(target)
     decode = start("kv_consumer", tiny_mla, **MLA)
-    splits = [engine.connector._scheduler._groups[0].split for engine in (prefill, decode)]
+    splits = [engine.connector.connector_scheduler.groups[0].split for engine in (prefill, decode)]
     assert splits == [source // 16, target // 16]
     assert generated(decode.generate(prompts, prefill.prefill(prompts))) == expected
     assert decode.prompt_tokens_from("external_kv_transfer") == sum(LENGTHS) - len(LENGTHS)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import zlib
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,6 @@ from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.attention.ops import rocm_aiter_mla_sparse
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -54,6 +54,18 @@ FILL = 77
 """What memory holds before anything is written."""
 
 
+def kv_cache_config(config, group):
+    """vLLM's plan of the memory of one group."""
+    try:
+        from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder
+    except ImportError:  # before 0.33
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+
+        return get_kv_cache_config_from_groups(config, [group], MEMORY)
+    builder = DefaultKVCacheConfigBuilder()
+    return builder.get_kv_cache_config_from_groups(config, [group], NUM_BLOCKS)
+
+
 @functools.cache
 def bytes_of(count, *key):
     """Bytes that no other cell has."""
@@ -74,6 +86,7 @@ class Latent:
             sliding_window=None,
             indexer=object(),
             non_causal_multi_token_decode=False,
+            topk_buffer_width=None,
             get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASHMLA_SPARSE"),
         )
         self.spec = MLAAttention.get_kv_cache_spec(self.layer, config)
@@ -110,7 +123,7 @@ class Indexer:
 
 def quantised_views(kv_cache_BNC):
     """Values and scales of an indexer's blocks, by the code of vLLM's that looks for them."""
-    seen = []
+    seen: list[Any] = []
 
     class Kernel:
         def __getitem__(self, grid):
@@ -206,9 +219,7 @@ class Engine:
         )
         specs = {name: each.spec for name, each in self.layers.items()}
         spec = UniformTypeKVCacheSpecs.from_specs(specs)
-        self.theirs = get_kv_cache_config_from_groups(
-            self.config, [KVCacheGroupSpec(list(specs), spec)], MEMORY
-        )
+        self.theirs = kv_cache_config(self.config, KVCacheGroupSpec(list(specs), spec))
         self.ranks = [
             allocate_kv_cache(
                 self.theirs,
@@ -246,7 +257,7 @@ class Engine:
                 tokens = tokens[shard.holds(tokens)]
                 for token, place in zip(tokens.tolist(), shard.slots(tokens).tolist(), strict=True):
                     block, slot = divmod(place, geometry.block_size)
-                    for name in geometry.layer_names:
+                    for name in geometry.layer_names or ():
                         self.layers[name].write(
                             caches[name], name, ids[block], slot, token, geometry.heads(rank)
                         )
@@ -297,7 +308,7 @@ def sparse(cache_dtype):
     """Two layers of DeepSeek-V3.2."""
 
     def make(engine):
-        found = {}
+        found: dict[str, Any] = {}
         for number in range(2):
             found[f"model.layers.{number}.self_attn.attn"] = Latent(engine.config, cache_dtype)
             found[f"model.layers.{number}.self_attn.indexer.k_cache"] = Indexer(engine.config)
@@ -329,7 +340,7 @@ def test_latents_and_indexers_move_between_ranks_and_blocks_of_any_size(
 
 
 def test_an_indexers_block_is_values_and_then_scales():
-    groups = Engine(sparse("fp8_ds_mla"), tp=8, cache_dtype="fp8_ds_mla").groups
+    groups: Any = Engine(sparse("fp8_ds_mla"), tp=8, cache_dtype="fp8_ds_mla").groups
     latent, indexer = (group.geometry for group in groups)
     assert (latent.use_mla, latent.head_size, str(latent.layout)) == (True, 656, "BHNC")
     assert (indexer.head_size, indexer.head_size_v) == (128, 4)
@@ -379,16 +390,17 @@ def test_engines_of_these_caches_shake_hands_and_load(make_layers, cache_dtype):
     both = {"cache_dtype": cache_dtype, "num_kv_heads": 4}
     source = Engine(make_layers, tp=2, block_size=16, **both)
     target = Engine(make_layers, tp=4, block_size=64, kernel_block=32, **both)
-    configs = tuple(
-        KVTransferConfig(
+
+    def config(role):
+        return KVTransferConfig(
             kv_connector="PullConnector",
             kv_role=role,
             engine_id=role,
             kv_port=0,
             kv_connector_extra_config={"cluster_key": "k" * 32, "transport": "tcp"},
         )
-        for role in ("kv_producer", "kv_consumer")
-    )
+
+    configs = config("kv_producer"), config("kv_consumer")
     with open_pair(configs, (source.geometries, target.geometries)) as pair:
         request = pair.decode(pair.prefill("packed", 77))
         pair.finish(request)
@@ -411,7 +423,7 @@ def test_a_layers_first_step_leaves_loaded_scales_alone():
 def test_blocks_are_zeroed_before_loads_where_groups_share_memory(num_groups, left_as_they_are):
     # vLLM skips the zeroing of these groups' blocks, and does so by itself where nothing is mixed.
     config = SimpleNamespace(kv_cache_groups=[None] * num_groups)
-    connector = SimpleNamespace(_kv_cache_config=config)
+    connector: Any = SimpleNamespace(_kv_cache_config=config)
     found = KVFerryConnector.get_loaded_kv_cache_group_ids(connector, None)
     assert found == left_as_they_are
 

@@ -4,6 +4,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
 
+from kvferry.control.tickets import verify
+from kvferry.integrations.first_token import FirstToken
+
 LENGTHS = (5, 63, 64, 65, 128, 300, 1100)
 
 
@@ -89,6 +92,23 @@ def test_the_first_token_may_come_from_prefill(start_pair, reference, random_pro
     assert [first + list(rest.outputs[0].token_ids)] == reference([prompt])
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_first_token_goes_with_the_ticket_if_the_router_asks(start_pair, random_prompt, stops):
+    # A decode engine that computes no prompt needs the token also if the token ends the answer.
+    prefill, _ = start_pair()
+    prompt = random_prompt(150)
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    (plain,) = prefill.generate([prompt], [dict(asked)], max_tokens=1)
+    (first,) = plain.outputs[0].token_ids
+    assert verify(plain.kv_transfer_params["ticket"], None).note == b""
+    stop = {"stop_token_ids": [first]} if stops else {}
+    asked |= {"note_first_token": True}
+    (output,) = prefill.generate([prompt], [asked], max_tokens=1, **stop)
+    ticket = verify(output.kv_transfer_params["ticket"], None)
+    assert FirstToken.of(ticket.note).token_id == first
+    assert ticket.num_tokens == len(prompt)
+
+
 def test_bfloat16_moves_between_equal_blocks(start_pair, random_prompt):
     prefill, decode = start_pair(dtype="bfloat16")
     prompts = [random_prompt(length) for length in LENGTHS]
@@ -110,7 +130,7 @@ def test_packed_blocks_move_whole_between_equal_engines(
     start_pair, reference, random_prompt, every_order_is_unknown
 ):
     prefill, decode = start_pair()
-    (group,) = decode.connector._scheduler._groups
+    (group,) = decode.connector.connector_scheduler.groups
     assert group.geometry.packing.startswith("CPU_ATTN vec ")
     prompts = [random_prompt(length) for length in LENGTHS]
     assert run(prefill, decode, prompts) == reference(prompts)

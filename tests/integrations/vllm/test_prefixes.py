@@ -92,5 +92,5 @@ def test_untaken_prefixes_are_withdrawn_when_blocks_are_lacking(start, reference
     prompts = [random_prompt(64 * (blocks // 3)) for _ in range(3)]
     outputs = engine.generate(prompts, max_tokens=3)
     assert [list(o.outputs[0].token_ids) for o in outputs] == reference(prompts, 3)
-    assert engine.connector._scheduler.pull.counters()["prefixes_withdrawn"] == 1
+    assert engine.connector.connector_scheduler.pull.counters()["prefixes_withdrawn"] == 1
     drained(engine)

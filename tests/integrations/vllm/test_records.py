@@ -7,14 +7,14 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
 
 from kvferry.control.client import ControlClient
-from kvferry.control.timeline import gather, handover
+from kvferry.observe.timeline import gather, handover
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def told(engine, request_id):
     """What an engine answers over its control channel."""
-    port = engine.connector._scheduler.pull.port
+    port = engine.connector.connector_scheduler.pull.port
     with ControlClient(engine_id="test", incarnation="test") as client:
         (answer,) = gather(client, [f"127.0.0.1:{port}"], request_id)
     assert not answer.error

@@ -7,11 +7,14 @@ from unittest.mock import MagicMock
 import pytest
 from starlette.routing import Mount
 
-from kvferry.cluster.paths import PATHS
+from kvferry.router.paths import PATHS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's are not ours
-    launchers = pytest.importorskip("vllm.entrypoints.launchers.cli_args")  # of 0.32 and later
+    try:
+        from vllm.entrypoints.common import cli_args
+    except ImportError:  # before 0.33; before 0.32 there is none
+        cli_args = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
     from vllm import envs
     from vllm.entrypoints.openai.api_server import build_app
     from vllm.tasks import SupportedTask
@@ -26,7 +29,7 @@ LISTED = {entry for entries in PATHS.values() for entry in entries}
 
 def routes_of(pooling_task):
     """Method and path of all routes of a server that does everything."""
-    args = launchers.make_arg_parser(FlexibleArgumentParser()).parse_args([*FLAGS])
+    args = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args([*FLAGS])
     args.enable_fault_tolerance = True
     config = MagicMock()
     config.get_pooling_task.return_value = pooling_task
@@ -51,4 +54,4 @@ def test_every_route_is_listed(monkeypatch, pooling_task):
         monkeypatch.setitem(vars(envs), name, True)
     found = routes_of(pooling_task)
     assert {"POST /v1/responses", "POST /pause", "POST /start_profile", "POST /pooling"} <= found
-    assert found - LISTED == set(), "say in kvferry/cluster/paths.py who answers these"
+    assert found - LISTED == set(), "say in kvferry/router/paths.py who answers these"

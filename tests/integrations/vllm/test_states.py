@@ -1,5 +1,7 @@
 """Models with recurrent layers: a state per request beside the tokens' keys and values."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
@@ -17,7 +19,7 @@ if not release.serves_states:
 
 LENGTHS = (2, 5, 100, 639, 640, 641, 642, 1281, 1500)
 """Tokens: on and beside the borders of blocks, and more than a step computes."""
-MODELS = {
+MODELS: dict[str, Any] = {
     "gdn": (write_qwen3_next, {"dtype": "bfloat16"}),
     # Where vLLM 0.32 looks for prefixes, its Mamba2 of CPUs fails at prompts of several blocks: it
     # asks for states in their midst, which that kernel does not give.
@@ -51,7 +53,8 @@ def alone(model, _first_engine):
     most = scheduler.max_num_scheduled_tokens
 
     def tokens_of(prompt, at_once):
-        request_id, ended = engine.add(prompt), {}
+        request_id = engine.add(prompt)
+        ended: dict[str, Any] = {}
         while request_id not in ended:
             computed = max(each.num_computed_tokens for each in scheduler.requests.values())
             left = len(prompt) - 1 - computed

@@ -10,9 +10,9 @@ pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm`
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvferry.connectors.base import TransferRecord
 from kvferry.integrations.vllm import KVFerryConnector
 from kvferry.integrations.vllm.stats import LoadMetrics, LoadStats
+from kvferry.observe.records import TransferRecord
 
 NO_LOADS = dict.fromkeys(
     ["Num loads", "Num failed loads", "Num refused loads", "Num plain requests"], 0
@@ -58,7 +58,7 @@ def registry():
 def metrics(registry):
     """Metrics of two engines, made as vLLM makes them."""
     types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
-    engines = {0: list(LABELS.values()), 1: list(OTHER_ENGINE.values())}
+    engines: dict[int, list[object]] = {0: list(LABELS.values()), 1: list(OTHER_ENGINE.values())}
     config = SimpleNamespace(kv_transfer_config=None)
     return KVFerryConnector.build_prom_metrics(config, types, list(LABELS), engines)
 
@@ -134,7 +134,9 @@ def test_figures_travel_as_plain_data_and_come_back_through_the_connector():
     assert isinstance(back, LoadStats)
     assert back.data == stats.data
     assert back.reduce() == stats.reduce()
-    assert KVFerryConnector.build_kv_connector_stats().is_empty()
+    empty = KVFerryConnector.build_kv_connector_stats()
+    assert empty is not None
+    assert empty.is_empty()
 
 
 def test_loads_become_samples_of_their_engine(metrics, sample):

@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
 
 
+from kvferry.integrations.checkpoint import tensor_digests, weight_files
 from kvferry.integrations.vllm.compat import release
-from kvferry.integrations.vllm.fingerprint import named_weights, tensor_digests, weight_files
+from kvferry.integrations.vllm.fingerprint import named_weights
 from kvferry.integrations.vllm.weights import RankWeights, weights_digest
 
 EXTERNAL = "external_kv_transfer"
@@ -54,9 +55,19 @@ def feed(worker, path):
 
 def weights_of(engine):
     """What the engine says its weights are, having looked."""
-    half = engine.connector._scheduler
+    half = engine.connector.connector_scheduler
     half._look_at_weights()
     return half._content.weights
+
+
+def are_in_question(engine):
+    """Whether the engine will look at its weights before the next step."""
+    return engine.connector.connector_scheduler._weights.in_question
+
+
+def be_as_before_0_30(engine):
+    """vLLM gives the connector no cache manager."""
+    engine.connector.connector_scheduler._kv_cache_manager = None
 
 
 @pytest.fixture(scope="session")
@@ -123,9 +134,9 @@ def test_a_call_that_changes_no_weights_ends_no_lease_and_no_prefix(pair, random
     prompt = random_prompt(200)
     [params] = prefill.prefill([prompt])
     prefill.llm.collective_rpc(lambda worker: 1)
-    assert prefill.connector._scheduler._weights.in_question
+    assert are_in_question(prefill)
     [again] = prefill.prefill([prompt])
-    assert not prefill.connector._scheduler._weights.in_question
+    assert not are_in_question(prefill)
     found = decode.generate([prompt] * 2, [params, again])
     assert tokens(found) == reference([prompt]) * 2
     assert decode.prompt_tokens_from(EXTERNAL) >= 199
@@ -223,7 +234,7 @@ def test_without_vllms_cache_manager_nothing_is_lent_or_loaded_after_an_update(
 ):
     prefill, decode = pair
     for engine in pair:
-        engine.connector._scheduler._kv_cache_manager = None  # as it is before 0.30
+        be_as_before_0_30(engine)
     prompts = [random_prompt(length) for length in (70, 130, 200)]
     params = prefill.prefill(prompts)
     assert tokens(decode.generate(prompts[:1], params[:1])) == answers_of(tiny_llama, prompts[:1])
@@ -249,7 +260,7 @@ def test_without_vllms_cache_manager_nothing_is_lent_or_loaded_after_an_update(
 
 def test_without_it_the_next_step_sees_an_update(start_pair, other_model, random_prompt, caplog):
     prefill, _ = start_pair(max_num_batched_tokens=128)
-    prefill.connector._scheduler._kv_cache_manager = None
+    be_as_before_0_30(prefill)
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
     request_id = prefill.add(random_prompt(500), asked, max_tokens=1)
     prefill.step()
@@ -262,7 +273,7 @@ def test_without_it_the_next_step_sees_an_update(start_pair, other_model, random
 def test_config_looks_at_no_memory(start_pair, other_model):
     prefill, _ = start_pair(extra={"weights_check": "config"})
     reload(prefill, other_model)
-    assert not prefill.connector._scheduler._weights.in_question
+    assert not are_in_question(prefill)
     assert weights_of(prefill) == ""
 
 

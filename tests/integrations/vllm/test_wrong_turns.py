@@ -1,4 +1,4 @@
-"""Each wrong turn ends in one line of vLLM's log, the one that docs/vllm.md explains."""
+"""Each wrong turn ends in one line of vLLM's log, the one that docs/vllm/connector.md explains."""
 
 import shutil
 
@@ -33,7 +33,7 @@ def lines(caplog):
 
 
 def port_of(engine):
-    return engine.connector._scheduler.pull.port
+    return engine.connector.connector_scheduler.pull.port
 
 
 def settings(prefill=KEY, decode=KEY, **both):
@@ -138,7 +138,8 @@ def metric(engine, name):
         found = getattr(stat_logger, "kv_connector_prom", None)
         if found is not None:
             counters = found.prom_metrics._counters
-            return counters[name][0]._value.get()
+            (family,) = counters[name][0].collect()
+            return family.samples[0].value
     raise AssertionError("vLLM keeps no Prometheus figures")
 
 

@@ -5,6 +5,7 @@ file names the entry points.
 """
 
 import os
+from typing import Any
 
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.testing.faults import Faults, faulty_transport
@@ -13,7 +14,7 @@ from kvferry.transports.tcp import TcpTransport
 
 DELAY_S = float(os.environ.get("SLOW_TCP_S", "2"))
 
-_Delayed = faulty_transport(TcpTransport, Faults(delay_s=(DELAY_S, DELAY_S)))
+_Delayed: Any = faulty_transport(TcpTransport, Faults(delay_s=(DELAY_S, DELAY_S)))
 
 
 class SlowTcp(_Delayed):

@@ -40,6 +40,10 @@ class DrawnTokens(AsyncModelRunnerOutput):
         self._output.sampled_token_ids = rows
         return self._output
 
+    def get_kv_connector_output(self) -> Any:
+        """See vLLM, which asks from 0.33 on, after a step that has failed."""
+        return self._output.kv_connector_output
+
 
 @functools.cache
 def _say_once() -> None:

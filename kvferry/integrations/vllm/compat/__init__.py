@@ -1,16 +1,17 @@
-"""All that the adapter takes from vLLM. With a new release, this is the folder to look at.
+"""All code of the adapter that touches vLLM. A new release of vLLM needs changes only here.
 
-The rest of the adapter imports vLLM's names from here, and asks here for whatever vLLM keeps in
-places of its own. This file holds what is the same in all releases. What is not, ``release``
-answers, an object of the module for the installed one:
+The rest of the adapter imports vLLM's names from this folder, and asks this folder for everything
+that vLLM keeps in private places. This file holds the code that is equal for all releases. The
+object ``release``, from the module of the installed release, holds the rest:
 
 ===========  ===========================================================================
-module       how that release differs from the next newer one
+module       difference between the release and the next newer release
 ===========  ===========================================================================
-``v0_32``    the newest: what ``release`` answers; newer releases are tried with it
-``v0_31``    does not ask what a load fills, nor where loaded tokens come from
+``v0_33``    the newest: all answers of ``release``; newer releases are tried with it
+``v0_32``    tells no connector when the memory of KV caches goes and comes back
+``v0_31``    does not ask which blocks a load fills, nor where loaded tokens come from
 ``v0_30``    KV cache specs do not say whether DCP shares the tokens: it always does
-``v0_29``    a failed load is told by its blocks, of one KV cache group; no cache manager
+``v0_29``    a failed load is reported by block, in one cache group; no cache manager
 ``v0_28``    latents have one dim less; specs name a compression by its ratio
 ===========  ===========================================================================
 """
@@ -41,10 +42,11 @@ from vllm.v1.kv_cache_interface import KVQuantMode, UniformTypeKVCacheSpecs
 from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 
+from kvferry.integrations.checkpoint import downloaded
 from kvferry.integrations.vllm.release import module_of
 
 if TYPE_CHECKING:
-    from kvferry.integrations.vllm.compat.v0_32 import Release
+    from kvferry.integrations.vllm.compat.v0_33 import Release
 
 __all__ = [
     "KVConnectorBase_V1",
@@ -63,22 +65,22 @@ __all__ = [
 T = TypeVar("T")
 
 release: "Release" = import_module(f"{__name__}.{module_of(vllm.__version__)}").Release()
-"""What depends on the installed release."""
+"""Answers of the installed release."""
 
 PLAIN_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
-"""Caches whose cells are elements of one dtype and nothing else."""
+"""Modes of caches whose cells are elements of one dtype and nothing else."""
 
 _FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 _ALL_BLOCKS = 1 << 40
-"""More blocks than any request has."""
+"""Number of blocks that no request can reach."""
 
 
 # ---- ranks -------------------------------------------------------------------------------------
 
 
 def rank_of_this_worker(vllm_config: Any) -> int:
-    """This process's rank in its engine, ``pp_rank * tp + tp_rank``."""
+    """This process's rank in the engine, ``pp_rank * tp + tp_rank``."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     tp = vllm_config.parallel_config.tensor_parallel_size
@@ -86,7 +88,7 @@ def rank_of_this_worker(vllm_config: Any) -> int:
 
 
 def from_first_rank(value: T) -> T:
-    """The value of the engine's rank 0, on every rank. All ranks call it together."""
+    """The value of the engine's rank 0, on every rank. All ranks must call it together."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     shared = get_tp_group().broadcast_object(value, src=0)
@@ -95,7 +97,7 @@ def from_first_rank(value: T) -> T:
 
 
 def of_all_stages(value: T) -> list[T]:
-    """The values of all pipeline stages, first stage first. All ranks call it together."""
+    """The values of all pipeline stages, first stage first. All ranks must call it together."""
     from vllm.distributed.parallel_state import get_pp_group
 
     group = get_pp_group()
@@ -110,17 +112,18 @@ def of_all_stages(value: T) -> list[T]:
 
 
 def drop_last_prompt_token(request: Any) -> None:
-    """Makes a new request one of all tokens but its last, and of one token to generate.
+    """Drops the last prompt token of a new request and limits the answer to one token.
 
-    Not where it has a single token, or asks for the prompt's log-probabilities.
+    A request with a single prompt token, or with prompt log-probabilities, stays as it is.
     """
     if request.num_prompt_tokens > 1 and not request.get_skip_reading_prefix_cache():
         cut_prompt(request, request.num_prompt_tokens - 1)
 
 
 def cut_prompt(request: Any, num_tokens: int) -> None:
-    """Makes a request that has computed nothing one of its first tokens, at least one, and of one
-    token to generate.
+    """Cuts the prompt of a request to the first tokens and limits the answer to one token.
+
+    The request must have computed nothing; at least one token must remain.
     """
     if request.prompt_token_ids is not None:
         del request.prompt_token_ids[num_tokens:]
@@ -128,13 +131,13 @@ def cut_prompt(request: Any, num_tokens: int) -> None:
         request.prompt_embeds = request.prompt_embeds[:num_tokens]
     if request.prompt_is_token_ids is not None:
         del request.prompt_is_token_ids[num_tokens:]
-    del request._all_token_ids[num_tokens:]  # noqa: SLF001 (there is no other way to its copy)
+    del request._all_token_ids[num_tokens:]  # noqa: SLF001 (the copy has no public name)
     request.num_prompt_tokens = num_tokens
     request.max_tokens = 1
 
 
 def adapter_of(request: Any) -> tuple[str, str] | None:
-    """Name and path of the LoRA adapter that a request runs with."""
+    """Name and path of a request's LoRA adapter; ``None`` without an adapter."""
     lora = request.lora_request
     return None if lora is None else (str(lora.lora_name), str(lora.lora_path))
 
@@ -148,10 +151,10 @@ def inputs_of(request: Any) -> list[tuple[str, int, int]]:
 
 
 def hashes_inputs(vllm_config: Any) -> bool:
-    """Whether the identifiers of multimodal inputs are of their content.
+    """Whether the identifiers of multimodal inputs are hashes of the content.
 
-    Where neither of its caches would use them, vLLM counts inputs instead of hashing them, and two
-    servers count to the same numbers.
+    If neither of its two caches would use hashes, vLLM numbers the inputs instead, and two servers
+    use the same numbers.
     """
     multimodal = vllm_config.model_config.multimodal_config
     return bool(
@@ -162,9 +165,9 @@ def hashes_inputs(vllm_config: Any) -> bool:
 
 
 def embeddings_of(request: Any, num_tokens: int) -> tuple[torch.Tensor, list[bool]] | None:
-    """The embeddings of the first tokens, and which of these are tokens all the same.
+    """The embeddings of the first tokens, and for each of these whether a token id stands there.
 
-    The list is empty where none is. ``None`` for a prompt of tokens.
+    The list is empty if no position holds a token id. ``None`` for a prompt of token ids.
     """
     if request.prompt_embeds is None:
         return None
@@ -172,14 +175,14 @@ def embeddings_of(request: Any, num_tokens: int) -> tuple[torch.Tensor, list[boo
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The elements of a tensor on the host, copied only where they do not lie in a row."""
+    """The elements of a tensor on the host, copied only if the tensor is not contiguous."""
     return tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data
 
 
 def adapter_folder(path: str) -> Path | None:
-    """The folder with a LoRA adapter's files; ``None`` where they are nowhere on this machine."""
+    """The folder with a LoRA adapter's files; ``None`` if the files are not on this machine."""
     folder = Path(path).expanduser()
-    return folder if folder.exists() else _downloaded(path, None)
+    return folder if folder.exists() else downloaded(path, None)
 
 
 # ---- KV cache ----------------------------------------------------------------------------------
@@ -201,10 +204,10 @@ def attention_layer(vllm_config: Any, layer_name: str) -> Any:
 def calling_worker() -> Any:
     """The worker that registers its caches right now; ``None`` outside of vLLM's own call.
 
-    A connector is given the caches of its rank and not the model. What writes them, only the
-    model's modules know, so the worker is looked for among the callers.
+    vLLM gives a connector the caches of the rank but not the model. Only the model's modules know
+    which weights write the caches, so this function searches the callers for the worker.
     """
-    frame: Any = sys._getframe(1)  # noqa: SLF001 (its only name)
+    frame: Any = sys._getframe(1)  # noqa: SLF001 (no other name exists)
     while frame is not None:
         caller = frame.f_locals.get("self")
         if hasattr(type(caller), "get_model") and hasattr(caller, "model_runner"):
@@ -214,12 +217,12 @@ def calling_worker() -> Any:
 
 
 def backend_of(layer: Any) -> str:
-    """Name of the attention backend that computes a layer."""
+    """Name of the attention backend of a layer."""
     return str(layer.get_attn_backend().get_name())
 
 
 def cache_dtype(vllm_config: Any, spec: Any) -> str:
-    """The dtype of a cache's elements; vLLM keeps fp8 as ``uint8`` and names it in its config."""
+    """The dtype of a cache's elements. vLLM stores fp8 as ``uint8`` and names fp8 in the config."""
     name = str(spec.dtype).removeprefix("torch.")
     setting = vllm_config.cache_config.cache_dtype
     if name != "uint8" or setting == "fp8_e5m2":
@@ -228,24 +231,24 @@ def cache_dtype(vllm_config: Any, spec: Any) -> str:
 
 
 def fp8_dtype() -> str:
-    """What the kernels of this platform take for fp8: some GPUs have a format of their own."""
+    """The fp8 dtype of this platform's kernels: some GPUs have another format."""
     from vllm.platforms import current_platform
 
     return str(current_platform.fp8_dtype()).removeprefix("torch.")
 
 
 def shuffles_indexers() -> bool:
-    """Whether an indexer's values lie in tiles: ROCm's kernels hold them so."""
+    """Whether an indexer's values lie in tiles, as ROCm's kernels hold them."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_rocm())
 
 
 def make_scales(layer: Any, kv_cache: torch.Tensor) -> None:
-    """Has a layer with scales per token and head find them in its cache now.
+    """Makes a layer with scales per token and head find the scales in the cache now.
 
-    It does so when it first computes otherwise, and sets all of them to 1: also those that loads
-    have written by then.
+    Otherwise the layer does so at the first computation and sets all scales to 1, including scales
+    that loads have written by then.
     """
     layer.impl._ensure_scale_caches(kv_cache)  # noqa: SLF001 (there is no public way)
 
@@ -254,10 +257,10 @@ def make_scales(layer: Any, kv_cache: torch.Tensor) -> None:
 
 
 def undivided_state_shapes(vllm_config: Any) -> list[tuple[int, ...]]:
-    """Shapes of the states of a recurrent layer as they would be with one TP rank.
+    """Shapes of a recurrent layer's states as they would be with one TP rank.
 
-    One rank's own shapes do not say it all: a rank's one group of Mamba2 may be one of several, or
-    a replica of the only one.
+    The shapes on one rank are not enough: a rank's single group of Mamba2 may be one of several
+    groups, or a replica of the only group.
     """
     from vllm.model_executor.model_loader.utils import get_model_cls
 
@@ -276,14 +279,14 @@ def convolutions_have_channels_first() -> bool:
 
 
 def kind_of_states(spec: Any) -> str:
-    """The kind of a recurrent layer as vLLM names it: ``MAMBA2``, ``GDN_ATTN``."""
+    """The kind of a recurrent layer as vLLM names the kind: ``MAMBA2``, ``GDN_ATTN``."""
     return str(spec.mamba_type.name)
 
 
 def delta_order() -> str:
-    """How a gated delta net's kernel holds a head's matrix: by values (v), or by keys (k) first.
+    """Order of a head's matrix in a gated delta net's kernel: values (v) first, or keys (k) first.
 
-    vLLM shapes it for its GPU kernels; those of CPUs see the same memory the other way round.
+    vLLM shapes the matrix for the GPU kernels; CPU kernels read the same memory in the other order.
     """
     from vllm.platforms import current_platform
 
@@ -294,9 +297,10 @@ def delta_order() -> str:
 
 
 def may_leave_blocks_out(kv_cache_manager: Any) -> bool:
-    """Whether :func:`leave_blocks_out` keeps every cell of those blocks from being a prefix hit.
+    """Whether :func:`leave_blocks_out` keeps every cell of the blocks out of the prefix cache.
 
-    Not where hits may end inside a block: vLLM then makes a hit of a part of a block as well.
+    The answer is no if hits may end inside a block: vLLM then also makes a hit of a part of a
+    block.
     """
     managers = kv_cache_manager.coordinator.single_type_managers
     unit = kv_cache_manager.block_pool.hash_block_size
@@ -306,14 +310,14 @@ def may_leave_blocks_out(kv_cache_manager: Any) -> bool:
 def leave_blocks_out(kv_cache_manager: Any, table: int, request_id: str, num_tokens: int) -> None:
     """Keeps the blocks that begin before a token from becoming prefix hits.
 
-    To be called while a load's blocks are allocated and before vLLM hashes them: it hashes those
-    that it has not counted yet, which are counted here.
+    The caller must call this function after the allocation of a load's blocks and before vLLM
+    hashes them. vLLM hashes blocks that it has not counted yet, so this function counts the blocks.
 
     Args:
-        kv_cache_manager: the scheduler's.
+        kv_cache_manager: the scheduler's cache manager.
         table: index of the KV cache group.
-        request_id: whose blocks they are.
-        num_tokens: of the request, from its first one.
+        request_id: owner of the blocks.
+        num_tokens: number of tokens, from the request's first token.
     """
     manager = kv_cache_manager.coordinator.single_type_managers[table]
     counted = manager.num_cached_block
@@ -321,7 +325,11 @@ def leave_blocks_out(kv_cache_manager: Any, table: int, request_id: str, num_tok
 
 
 def before_each_step(kv_cache_manager: Any, look: Callable[[], None]) -> None:
-    """Has ``look`` called when a step begins to be scheduled, before any prefix is looked up."""
+    """Makes vLLM call ``look`` at the start of each scheduling step, before any prefix lookup.
+
+    This function patches vLLM: the scheduler calls no method of connectors at this point. A method
+    of ``KVConnectorBase_V1``, called at the top of ``Scheduler.schedule``, could replace the patch.
+    """
     begin = kv_cache_manager.new_step_starts
 
     def new_step_starts() -> None:
@@ -332,16 +340,16 @@ def before_each_step(kv_cache_manager: Any, look: Callable[[], None]) -> None:
 
 
 def free_blocks(kv_cache_manager: Any) -> tuple[int, int]:
-    """How many blocks nobody holds, and how many there are."""
+    """Number of free blocks, and number of all blocks."""
     pool = kv_cache_manager.block_pool
     return int(pool.get_num_free_blocks()), len(pool.blocks)
 
 
 def begin_anew(kv_cache_manager: Any, request: Any) -> None:
-    """Has a request computed from its first token, if it waits with blocks that were loaded.
+    """Restarts a waiting request with loaded blocks from the first token.
 
-    Whoever calls it knows that nothing is written to them any more. One that has gone on is left
-    alone.
+    The caller must know that nothing writes to these blocks any more. A request in another
+    state is left alone.
     """
     if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         kv_cache_manager.free(request)
@@ -349,10 +357,10 @@ def begin_anew(kv_cache_manager: Any, request: Any) -> None:
 
 
 def forget_prefixes(kv_cache_manager: Any) -> set[str]:
-    """Empties the prefix cache, also of blocks in use; returns the requests that have blocks.
+    """Empties the prefix cache, including blocks in use; returns the requests with blocks.
 
-    What these compute from now on does not become a prefix hit either: it goes on from KV that
-    they have.
+    Later blocks of these requests do not become prefix hits either, because they depend
+    on the old KV.
     """
     pool = kv_cache_manager.block_pool
     kv_cache_manager.evict_blocks(set(range(len(pool.blocks))))
@@ -369,10 +377,10 @@ def forget_prefixes(kv_cache_manager: Any) -> set[str]:
 
 
 def register_connector(name: str, module: str) -> None:
-    """Has vLLM know a connector by its name alone.
+    """Registers a connector with vLLM under a name.
 
-    By that, MultiConnector looks for the class that reads a connector's figures, also of a
-    connector that was loaded from outside.
+    MultiConnector uses the name to find the class that reads a connector's statistics, also for a
+    connector loaded from outside.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -381,13 +389,13 @@ def register_connector(name: str, module: str) -> None:
 
 
 def connectors_beside(connector: Any) -> tuple[list[Any], str] | None:
-    """The other connectors of the MultiConnector that calls one of its connectors right now, and
-    its policy for loads that fail; ``None`` where there is no MultiConnector.
+    """The other connectors of the MultiConnector that calls the given connector right now, and the
+    MultiConnector's policy for failed loads; ``None`` without a MultiConnector.
 
-    It tells its connectors neither of itself nor of each other, so it is looked for among the
-    callers.
+    A MultiConnector does not introduce itself or the other connectors to a connector, so this
+    function searches the callers for the MultiConnector.
     """
-    frame: Any = sys._getframe(1)  # noqa: SLF001 (its only name)
+    frame: Any = sys._getframe(1)  # noqa: SLF001 (no other name exists)
     while frame is not None:
         caller = frame.f_locals.get("self")
         connectors = getattr(caller, "_connectors", ())
@@ -406,10 +414,10 @@ def has_handshake(connector: Any) -> bool:
 
 
 def finish_copies_from(connector: Any, block_ids: Iterable[int]) -> None:
-    """Has vLLM's OffloadingConnector finish its copies from these blocks before the step runs.
+    """Makes vLLM's OffloadingConnector finish its copies from these blocks before the step runs.
 
-    It does so for blocks of requests that run in the step, and for those that it loads itself. It
-    does not know of blocks that another connector loads.
+    OffloadingConnector does so for blocks of requests in the step, and for its own loads. It
+    does not know about loads of other connectors.
     """
     scheduler = getattr(connector, "connector_scheduler", None)
     allocated = getattr(scheduler, "_current_batch_allocated_block_ids", None)
@@ -421,10 +429,10 @@ def finish_copies_from(connector: Any, block_ids: Iterable[int]) -> None:
 
 
 def ask_for_amx() -> None:
-    """Asks the kernel for AMX tiles, where the CPU has them.
+    """Asks the kernel for AMX tiles, if the CPU has them.
 
-    vLLM does so only in kernels of prompts; an engine whose prompts all come from outside would
-    die of SIGILL at its first decode step with bfloat16.
+    vLLM asks for AMX only in prompt kernels. An engine that loads the KV of every prompt would
+    die of SIGILL at the first decode step with bfloat16.
     """
     from vllm.platforms import current_platform
 
@@ -435,13 +443,13 @@ def ask_for_amx() -> None:
 def write_cpu_block(
     isa: str, key_ND: torch.Tensor, value_ND: torch.Tensor, cache_dtype_name: str
 ) -> torch.Tensor:
-    """One block of one head as CPU attention stores it, written by vLLM's own operation.
+    """One block of one head as CPU attention stores the block, written by vLLM's own operation.
 
     Args:
-        isa: the instruction set that it is written for.
+        isa: the instruction set of the block's format.
         key_ND: [tokens of a block, head size], of the model's dtype.
-        value_ND: likewise.
-        cache_dtype_name: of the engine's cache config.
+        value_ND: [tokens of a block, head size], of the model's dtype.
+        cache_dtype_name: the cache dtype in the engine's cache config.
 
     Returns:
         [2 * tokens * head size], of the cache's dtype: the K part, then the V part.
@@ -471,16 +479,18 @@ def write_cpu_block(
 
 
 def watch_calls(vllm_config: Any, called: Callable[[Any, object], None]) -> None:
-    """Has ``called`` told of every call of an engine's scheduler process to its workers.
+    """Calls ``called`` before every call of an engine's scheduler process to the workers.
 
-    All go through ``collective_rpc`` of the executor, an object that connectors are not given: so
-    the method of its class is replaced, once per process. ``called`` gets the executor and what is
-    called, a method's name or a function, before it is called; it may run on any thread.
+    All such calls go through the executor's ``collective_rpc``, and connectors do not receive the
+    executor. This function therefore replaces the method of the executor's class, once per process.
+    ``called`` gets the executor and the target of the call: a method's name or a function.
+    ``called`` may run on any thread. A method of connectors that vLLM calls before weights or KV
+    cache change could replace the patch.
     """
     from vllm.v1.executor.abstract import Executor
 
     kind: Any = Executor.get_class(vllm_config)
-    parallel = vllm_config.parallel_config  # the executor's own, also where others were copied
+    parallel = vllm_config.parallel_config  # the executor's object, also if configs were copied
     _watchers[id(parallel)] = parallel, called
     if kind in _watched:
         return
@@ -498,17 +508,17 @@ def watch_calls(vllm_config: Any, called: Callable[[Any, object], None]) -> None
 
 
 def unwatch_calls(vllm_config: Any) -> None:
-    """The opposite of :func:`watch_calls`. Idempotent."""
+    """Undoes :func:`watch_calls`. Idempotent."""
     _watchers.pop(id(vllm_config.parallel_config), None)
 
 
 _watchers: dict[int, tuple[Any, Callable[[Any, object], None]]] = {}
-"""Id of a parallel config → the config, which keeps its id, and who is told."""
+"""Id of a parallel config → the config, which keeps the id valid, and the function to call."""
 _watched: set[type] = set()
-"""Classes of executors."""
+"""Executor classes whose ``collective_rpc`` is replaced."""
 
 LETS_MEMORY_GO = frozenset({"sleep", "discard"})
-"""Methods of a worker after which KV cache and weights may be nowhere."""
+"""Methods of a worker that may free the memory of KV cache and weights."""
 
 KEEPS_WEIGHTS = frozenset(
     {
@@ -523,18 +533,21 @@ KEEPS_WEIGHTS = frozenset(
         "update_max_model_len",
     }
 )
-"""Methods of a worker that leave the weights alone. Of any other, and of a function, who knows."""
+"""Methods of a worker that leave the weights alone. Any other method, or a function, may change
+them."""
 
 
 def weights_sleep(executor: Any) -> bool:
-    """Whether the memory of an engine's weights is let go at present."""
+    """Whether the memory of an engine's weights is released at present."""
     return "weights" in executor.sleeping_tags
 
 
 def models_of(worker: Any) -> dict[str, torch.nn.Module]:
-    """Prefix for names → the models of a worker: the one that it serves, and a draft's."""
+    """Prefix for names → a worker's model: the served model, and the draft model if there is
+    any.
+    """
     models = {"": worker.get_model()}
-    # Runners of another kind than the usual one may not know of drafts.
+    # Some kinds of model runners do not know draft models.
     find = getattr(worker.model_runner, "get_draft_model", None)
     draft = None if find is None else find()
     if isinstance(draft, torch.nn.Module):
@@ -543,9 +556,9 @@ def models_of(worker: Any) -> dict[str, torch.nn.Module]:
 
 
 def hidden_weights(model: torch.nn.Module) -> dict[str, object]:
-    """Name of a parameter that vLLM has emptied → the operation that holds what was in it.
+    """Name of a parameter that vLLM has emptied → the operation that holds the former content.
 
-    On CPUs linear layers have their weights in memory of their kernels.
+    On CPUs, the kernels of linear layers keep the weights in their own memory.
     """
     return {
         f"{name}.weight": module.cpu_linear
@@ -558,25 +571,16 @@ def hidden_weights(model: torch.nn.Module) -> dict[str, object]:
 
 
 def weights_folder(model_config: Any) -> Path | None:
-    """The folder with the model's files; ``None`` where they are nowhere on this machine."""
-    path = Path(model_config.model)
-    return path if path.exists() else _downloaded(model_config.model, model_config.revision)
-
-
-def _downloaded(name: str, revision: str | None) -> Path | None:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception:  # whatever it raises, it means that the files are not here
-        return None
+    """The folder with the model's files; ``None`` if the files are not on this machine."""
+    return downloaded(model_config.model, model_config.revision)
 
 
 def layer_order(names: Sequence[str]) -> dict[str, int]:
-    """Layer name → the model's index of it.
+    """Layer name → index of the layer in the model.
 
-    That is the number in its name. Where names have several numbers or two layers share one (an
-    indexer beside its attention), it is the layer's place in the natural order of all names.
+    The index is the number in the name. If names have several numbers or two layers share a number
+    (an indexer beside the attention layer), the index is the place in the natural order of all
+    names.
 
     >>> layer_order(["model.layers.0.self_attn.attn", "model.layers.10.self_attn.attn"])
     {'model.layers.0.self_attn.attn': 0, 'model.layers.10.self_attn.attn': 10}

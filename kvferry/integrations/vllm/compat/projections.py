@@ -1,7 +1,7 @@
 """The projections of a model that make K and V, and the weights in them.
 
-What vLLM tells a connector of a layer is how many KV heads lie on one rank. The layer's QKV
-projection knows how many all ranks have together, and which rows it has loaded.
+vLLM tells a connector the number of a layer's KV heads on one rank. The layer's QKV projection
+knows the number over all ranks, and the loaded rows.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from kvferry.topology.heads import probed_columns
 
 
 def owner_of_cache(layer: Any) -> str | None:
-    """Name of the layer whose cache an attention layer reads; ``None`` where it has its own."""
+    """Name of the layer whose cache an attention layer reads; ``None`` if the layer has a cache."""
     name = getattr(layer, "kv_sharing_target_layer_name", None)
     return None if name is None else str(name)
 
@@ -21,17 +21,17 @@ def owner_of_cache(layer: Any) -> str | None:
 def qkv_projections(
     vllm_config: Any, models: Iterable[torch.nn.Module], layer_names: Iterable[str]
 ) -> dict[str, Any]:
-    """Layer name → the linear layer that makes the K and V of that attention layer.
+    """Layer name → the linear layer that makes the K and V of the attention layer.
 
-    The projection is a child of the smallest part of a model that holds the attention layer, or is
-    it, and has any projection of Q, K and V among its children. Where that part has several
-    projections none of them counts; where it has several attention layers the one projection
-    serves them all.
+    The function looks for the smallest part of a model that holds the attention layer, or is the
+    layer, and has a QKV projection among its children. The projection is this child. If the part
+    has several projections, none counts. If the part has several attention layers, the projection
+    serves all of them.
 
     Args:
         vllm_config: the engine's config.
         models: the models of the rank.
-        layer_names: the attention layers that are asked for.
+        layer_names: names of the wanted attention layers.
     """
     from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear
 
@@ -40,7 +40,7 @@ def qkv_projections(
     found: dict[str, Any] = {}
 
     def look(module: torch.nn.Module) -> list[str]:
-        """The attention layers in a part of a model around which no projection was found yet."""
+        """The attention layers in a part of a model that still lack a projection."""
         layers = [names[id(module)]] if id(module) in names else []
         projections = []
         for name, child in module.named_children():
@@ -60,15 +60,15 @@ def qkv_projections(
 
 
 def total_kv_heads(projection: Any, on_this_rank: int) -> int | None:
-    """KV heads of a projection over all ranks; ``None`` where its heads on this rank are others."""
+    """KV heads of a projection over all ranks; ``None`` if it has others on this rank."""
     if getattr(projection, "num_kv_heads", on_this_rank) != on_this_rank:
         return None
-    # A projection that TP does not divide has all its heads on each rank.
+    # A projection that TP does not divide has all heads on each rank.
     return int(getattr(projection, "total_num_kv_heads", on_this_rank))
 
 
 def kv_weights(projection: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | str:
-    """What a projection makes K of, and what V: some columns of its weights, by heads of this rank.
+    """Some columns of the weights behind K and behind V, by heads of this rank.
 
     The rows of a projection::
 
@@ -76,11 +76,11 @@ def kv_weights(projection: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor]
 
     Args:
         projection: see :func:`qkv_projections`.
-        layer: an attention layer that it serves.
+        layer: an attention layer that the projection serves.
 
     Returns:
-        float32 on the host, ``[heads, head size, columns]``, of the columns that
-        :func:`~kvferry.topology.heads.probed_columns` names; or why they cannot be had.
+        float32 on the host, ``[heads, head size, columns]``, with the columns of
+        :func:`~kvferry.topology.heads.probed_columns`; or the reason why there are none.
     """
     rows_RC = _columns(projection)
     if isinstance(rows_RC, str):
@@ -88,7 +88,7 @@ def kv_weights(projection: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor]
     if hasattr(projection, "num_kv_heads"):
         heads, size, size_v = projection.num_kv_heads, projection.head_size, projection.v_head_size
         first = projection.num_heads * size
-    else:  # each rank has all rows, and they end with V
+    else:  # each rank has all rows, and the rows end with V
         heads, size, size_v = layer.num_kv_heads, layer.head_size, layer.head_size_v
         first = len(rows_RC) - heads * (size + size_v)
     middle, end = first + heads * size, first + heads * (size + size_v)
@@ -99,11 +99,11 @@ def kv_weights(projection: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _columns(projection: Any) -> torch.Tensor | str:
-    """The probed columns of a projection's weights, ``[rows, columns]``; or why there are none.
+    """The probed columns of a projection's weights, ``[rows, columns]``; or the reason for none.
 
-    Where the weights lie in a kernel's own memory the kernel is asked: its answers to unit vectors,
-    without the bias, are columns of the weights. That is exact, as all that is added to a product
-    by 1 is 0; a kernel with quantised weights rounds.
+    If the weights lie in a kernel's own memory, unit vectors are sent through the kernel, without
+    the bias; the results are columns of the weights. They are exact, because only 0 is added to a
+    product by 1. A kernel with quantised weights would round.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.offloader import PrefetchOffloader, get_offloader

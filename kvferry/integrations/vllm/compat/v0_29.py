@@ -1,10 +1,10 @@
-"""vLLM 0.29: a failed load is told by its blocks, and connectors are given no cache manager."""
+"""vLLM 0.29: a failed load is reported by block ids, and connectors receive no cache manager."""
 
 from kvferry.integrations.vllm.compat import v0_30
 
 
 class Release(v0_30.Release):
-    """See the class that it inherits from."""
+    """Adapts :class:`v0_30.Release` to this release."""
 
     lacks = v0_30.Release.lacks | {
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorTransferResults",

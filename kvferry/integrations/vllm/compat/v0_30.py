@@ -6,10 +6,10 @@ from kvferry.integrations.vllm.compat import v0_31
 
 
 class Release(v0_31.Release):
-    """See the class that it inherits from."""
+    """Adapts :class:`v0_31.Release` to this release."""
 
     lacks = v0_31.Release.lacks | {"AttentionSpec.dcp_sharded"}
 
     def is_dcp_sharded(self, spec: Any) -> bool:
-        """Always."""
+        """Always true, as every cache of this release is sharded under DCP."""
         return True

@@ -1,10 +1,10 @@
-"""vLLM 0.31: it does not ask what a load fills, nor where loaded tokens come from."""
+"""vLLM 0.31 does not ask which blocks a load fills, nor where loaded tokens come from."""
 
 from kvferry.integrations.vllm.compat import v0_32
 
 
 class Release(v0_32.Release):
-    """See the class that it inherits from."""
+    """Adapts :class:`v0_32.Release` to this release."""
 
     lacks = v0_32.Release.lacks | {
         "vllm.v1.metrics.cache_hit_source:CacheHitSource",

@@ -1,0 +1,1 @@
+"""How a request is looked at: its records on each engine, its timeline over several, its spans."""

@@ -1,0 +1,549 @@
+"""Hand-over of a request from a prefill engine to a decode engine: one sequence for all requests.
+
+:meth:`HandOver.run` chooses the engines, has a prefill engine compute the prompt and has a decode
+engine continue, in turn or both at once. If an attempt fails, KV that no engine fetched goes back
+to its lender, and the sequence begins again::
+
+    choose ──▶ prefill ──▶ decode ──▶ replies
+      ▲           │           │
+      └─ again ◀── give back ◀─┘
+
+A :class:`RoutedRequest` keeps the state of its attempts, and knows how to ask an engine: it makes
+the body and reads the reply. There are two kinds, each in a module of its own: requests of token
+ids (:mod:`kvferry.router.token_request`), and bodies in the client's own words
+(:mod:`kvferry.router.pass_through`).
+"""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from kvferry import errors
+from kvferry.config import AtOnce
+from kvferry.errors import LeaseError, TicketError, TransferError
+from kvferry.observe.spans import RequestSpan
+from kvferry.router.choice import Route
+from kvferry.router.engine_client import NO_HEAD
+from kvferry.router.engines import Engine
+from kvferry.router.headers import Head
+from kvferry.router.members import EnginePool, NoEngineError
+from kvferry.router.replies import EngineDownError, EngineRefusedError, Reply
+from kvferry.router.rooms import Joined
+from kvferry.serving.openai import ApiError
+
+Told = TypeVar("Told")
+"""Answer of a decode engine, or one piece of a streamed answer."""
+
+LEAST_AT_ONCE = 512
+"""Smallest number of prompt tokens for which both engines get a request at the same time, unless
+``at_once`` is ``always``. A shorter prompt is computed in one step: no part of its KV can be read
+before the whole prompt is computed."""
+
+MOST_FAILED_LOADS = 2
+"""Maximum number of times a prompt is computed again after a failed load of its KV; then the client
+gets the error."""
+
+
+class StartAgainError(Exception):
+    """The KV from the prefill engine has become useless: the prompt must be computed again."""
+
+
+class Loan:
+    """KV that an engine lends to a request: a computed prompt, or the cached beginning of a prompt.
+
+    The lender must not end before another engine has fetched the KV, so the loan counts as lent
+    until then. If no engine has fetched the KV when the context ends, the lender gets the KV back:
+    no request will fetch it later. Without parameters nothing is lent.
+    """
+
+    def __init__(
+        self,
+        lender: Engine | None = None,
+        params: Mapping[str, Any] | None = None,
+        request_id: str = "",
+        *,
+        computed_at: float | None = None,
+    ) -> None:
+        """Counts the KV as lent.
+
+        Args:
+            lender: the engine that lends the KV.
+            params: the transfer parameters with which another engine fetches the KV.
+            request_id: the id of the attempt at the engines.
+            computed_at: time of the prefill engine's answer, in seconds on the monotonic clock;
+                ``None`` if no prefill engine has computed the prompt.
+        """
+        self.params: dict[str, Any] | None = dict(params) if params else None
+        self._request_id = request_id
+        self._computed_at = computed_at
+        self._is_passed_on = False
+        self._lender = lender if self.params else None
+        """``None`` as soon as no KV is lent any more."""
+        if self._lender is not None:
+            self._lender.pace.lent.add(1)
+
+    def passed_on(self) -> dict[str, Any] | None:
+        """The transfer parameters for a decode engine.
+
+        With a ticket, the parameters of a computed prompt also have the seconds since the prefill
+        engine's answer (``router_s``), for ``kvferry trace``. If another decode engine got the
+        ticket before, ``passed_on`` says that this engine may still hold the lease.
+        """
+        if self.params is None or "ticket" not in self.params:
+            return self.params
+        told: dict[str, Any] = {"passed_on": True} if self._is_passed_on else {}
+        self._is_passed_on = True
+        if self._computed_at is not None:
+            told["router_s"] = time.monotonic() - self._computed_at
+        return self.params | told
+
+    def fetched(self) -> None:
+        """Notes that an engine has fetched the KV. Idempotent."""
+        lender, self._lender = self._lender, None
+        if lender is not None:
+            lender.pace.lent.add(-1)
+
+    def give_back(self) -> None:
+        """Gives the KV back to its lender, unless an engine has fetched the KV. Idempotent."""
+        if self._lender is not None:
+            self._lender.take_back(self.params or {}, f"{self._request_id}-back")
+        self.fetched()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
+
+
+@dataclass(slots=True, kw_only=True)
+class RoutedRequest(ABC, Generic[Told]):
+    """A request that the router runs over its engines, and the state of its attempts."""
+
+    may_be_joined: ClassVar[bool] = False
+    """Whether SGLang servers may serve the request, joined with another engine by a room."""
+    request_id: str
+    died: set[Engine]
+    """Engines lost while they worked on the client's request, in any of its choices."""
+    span: RequestSpan
+    """Trace span of the client's request; the work of each engine is a part of this span."""
+    head: Head = NO_HEAD
+    """Headers, query and id of the client's request, for the engines."""
+    unreached: set[Engine] = field(default_factory=set)
+    """Engines that refused the request or never received it. Neither side can have harmed the
+    other."""
+    refusal: tuple[Engine, EngineRefusedError] | None = None
+    """The last healthy engine that refused the request, and the error of this engine."""
+    attempt: int = 1
+    failed_loads: int = 0
+    route: Route | None = None
+    """Route chosen for this attempt; ``None`` if the chooser knows no engine's cache or finds no
+    engine."""
+    joined: Joined | None = None
+    """The fields that join the two engines of this attempt; ``None`` if the engines work in
+    turn."""
+    computing: asyncio.Task[Reply] | None = None
+    """The prefill engine's work beside the decode engine; ``None`` if the engines work in turn."""
+
+    # ---- differences between the kinds of requests ------------------------------------------
+
+    async def choose(self) -> Loan:
+        """Chooses the engines of this attempt. Returns the KV that the computing engine loads
+        first.
+        """
+        return Loan()
+
+    @abstractmethod
+    async def compute(self, engine: Engine, loan: Mapping[str, Any] | None) -> Reply:
+        """Has an engine compute and keep the prompt, except for the KV that the engine loads with
+        the transfer parameters ``loan``.
+
+        Raises:
+            EngineDownError: the engine cannot be reached, went away or answers 503.
+            ApiError: the engine refused or failed the request.
+        """
+
+    @abstractmethod
+    def take_first(self, reply: Reply, prefill: Engine) -> Sequence[Told]:
+        """Returns the client's part of the prefill engine's reply."""
+
+    @abstractmethod
+    def draw(self, engine: Engine, lent: Mapping[str, Any] | None) -> AsyncGenerator[Told, None]:
+        """Yields the answer of a decode engine, which loads KV with the transfer parameters
+        ``lent``.
+
+        Raises:
+            EngineDownError: the engine cannot be reached, went away or answers 503.
+            ApiError: the engine refused or failed the request.
+        """
+
+    @abstractmethod
+    def pays_at_once(self, prefill: Engine, decode: Engine) -> bool:
+        """Whether much of the KV can be transferred during the prompt computation."""
+
+    @abstractmethod
+    def join(self, prefill: Engine, decode: Engine, key: bytes | None) -> Joined:
+        """Makes the fields that join two engines, and prepares the request for both."""
+
+    @property
+    @abstractmethod
+    def wants_prefill(self) -> bool:
+        """Whether a prefill engine should compute the prompt."""
+
+    @property
+    @abstractmethod
+    def may_be_at_once(self) -> bool:
+        """Whether a prefill engine and a decode engine may get this attempt at the same time."""
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the request has several prompts, which only two SGLang servers compute so."""
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer is complete."""
+        return False
+
+    # ---- the state of the attempts ----------------------------------------------------------
+
+    @property
+    def chosen(self) -> tuple[Engine | None, Engine | None]:
+        """Prefill engine and decode engine of the chosen route; ``None`` for an engine that was not
+        chosen.
+        """
+        return (None, None) if self.route is None else (self.route.prefill, self.route.decode)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the decode engine computes the prompt, according to the chosen route."""
+        return self.route is not None and self.route.prefill is None
+
+    @property
+    def tried(self) -> set[Engine]:
+        """Engines to avoid in the next attempt."""
+        return self.died | self.unreached
+
+    @property
+    def engine_request_id(self) -> str:
+        """Request id for the engines, new for each attempt: the previous id may still hold
+        blocks.
+        """
+        return self.request_id if self.attempt == 1 else f"{self.request_id}-try{self.attempt}"
+
+    async def pick(self, pool: EnginePool, chosen: Engine | None = None) -> Engine:
+        """Picks an engine outside of :attr:`tried`: the ``chosen`` engine if possible. Without a
+        room, an SGLang server comes last.
+
+        Raises:
+            EngineRefusedError: no engine is left, and the last refusal came from an engine of this
+                role.
+            NoEngineError: no engine is left.
+            ApiError: 503, an SGLang server has just come, and the request cannot be joined.
+            StartAgainError: an SGLang server has just come, and the request may be joined.
+        """
+        try:
+            engine = await pool.pick(self.tried, chosen, is_alone=self.joined is None)
+        except NoEngineError:
+            if self.refusal is not None and self.refusal[0].role == pool.role:
+                raise self.refusal[1] from None
+            raise
+        if self.joined is None and engine.needs_room:
+            if self.may_be_joined and self.wants_prefill:
+                raise StartAgainError
+            if not self.may_be_joined:
+                message = f"{engine.health.title} has just come, an SGLang server; ask again"
+                raise ApiError(503, message, code="engine_unavailable")
+        return engine
+
+    def failed(self, engine: Engine, error: ApiError, loaded: Loan | None = None) -> None:
+        """Notes an engine that did not serve the request. Returns if another engine may serve it.
+
+        ``loaded`` is the KV that the engine was to load. If the load failed, the prompt itself may
+        be valid.
+
+        Raises:
+            ApiError: ``error`` itself. It is no fault of the engine; or a second engine may have
+                died of the request, and the router risks no third engine.
+            StartAgainError: the load failed; or the engine is healthy, and may have used the lent
+                KV.
+        """
+        if not isinstance(error, EngineDownError):
+            if loaded is None or loaded.params is None or not _is_failed_load(error):
+                raise error
+            self.failed_loads += 1
+            if self.failed_loads > MOST_FAILED_LOADS:
+                raise error
+            raise StartAgainError from error
+        if isinstance(error, EngineRefusedError):
+            self.unreached.add(engine)
+            self.refusal = engine, error
+            return
+        if error.is_well:
+            raise StartAgainError from error
+        if not error.reached:
+            self.unreached.add(engine)
+            return
+        self.died.add(engine)
+        if len(self.died) > 1:
+            raise error
+
+    def is_lost(self, error: ApiError, lent: Loan) -> bool:
+        """Whether lent KV is useless for another decode engine after ``error`` of a decode engine.
+
+        A kvferry lease passes to the next engine as soon as its holder's connection is gone;
+        otherwise the load fails with an error. A foreign lender may have freed the blocks by now,
+        without any error. And another engine without this prompt in its cache would compute the
+        whole prompt of a direct route.
+        """
+        if self.is_direct:
+            return True
+        if lent.params is None or not (isinstance(error, EngineDownError) and error.reached):
+            return False
+        passes_on = not {"ticket", "transfer"}.isdisjoint(lent.params)
+        return isinstance(error, EngineRefusedError) or not passes_on
+
+    async def begin_again(self, decode: EnginePool) -> None:
+        """Counts a new attempt, unless a refusal was the reason why no decode engine is left.
+
+        Raises:
+            EngineRefusedError: no decode engine is left, and the last refusal came from a decode
+                engine.
+            NoEngineError: no decode engine is left.
+        """
+        self.attempt += 1
+        self.joined = self.computing = None
+        if self.refusal is not None and decode.first(self.tried, None) is None:
+            with suppress(StartAgainError):
+                await self.pick(decode)
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """The driver: runs requests over the two pools of engines."""
+
+    prefill: EnginePool
+    decode: EnginePool
+    at_once: AtOnce = field(default="never", kw_only=True)
+    """See :class:`~kvferry.config.RouterConfig`."""
+    key: bytes | None = field(default=None, kw_only=True)
+    """Cluster key of the engines; ``None`` for engines without a key."""
+
+    async def run(self, request: RoutedRequest[Told]) -> AsyncGenerator[Told, None]:
+        """Runs the whole sequence, again and again as long as a new attempt may help.
+
+        If an engine cannot be reached, another engine takes its place. The same holds for the first
+        engine that dies, even in the middle of its answer. If the KV of a prompt cannot be loaded,
+        the prompt is computed again.
+
+        Yields:
+            Parts of the client's answer as they come.
+
+        Raises:
+            ApiError: the request is refused or failed, or no engine is left.
+        """
+        while not request.is_over:
+            try:
+                with await request.choose() as loan:
+                    pair = await self.pair(request)
+                    way = self.both(request, *pair, loan) if pair else self._in_turn(request, loan)
+                    async with aclosing(way) as replies:
+                        async for reply in replies:
+                            yield reply
+                return
+            except StartAgainError:
+                await request.begin_again(self.decode)
+
+    async def pair(self, request: RoutedRequest[Told]) -> tuple[Engine, Engine] | None:
+        """Picks the two engines for a request at the same time: the chosen engines if possible.
+        Engines that are joined by a room always work at the same time.
+
+        Returns:
+            Prefill engine and decode engine. ``None`` if the engines should work in turn: they do
+            not support this, are the same engine, or would gain nothing; or a role has no engine
+            now.
+
+        Raises:
+            EngineRefusedError, NoEngineError: 503; no engine of a role is left.
+            StartAgainError: other engines have come meanwhile.
+        """
+        may_have_room = request.may_be_joined and (request.wants_prefill or request.is_list)
+        if may_have_room:
+            may_have_room = self.prefill.may_have_sglang or self.decode.may_have_sglang
+        may_be_at_once = self.at_once != "never" and request.may_be_at_once
+        if not (may_have_room or may_be_at_once):
+            return None
+        tried, chosen = request.tried, request.chosen
+        source = self.prefill.first(tried, chosen[0])
+        target = self.decode.first(tried, chosen[1])
+        if may_have_room:
+            target = target or await request.pick(self.decode)
+            if target.needs_room or (source is not None and source.needs_room):
+                others = [each for each in self.decode.fit(tried) if not each.needs_room]
+                if source is None and self.prefill.dispensable and others:
+                    return None
+                source = source or await request.pick(self.prefill)
+                pair = await self.prefill.pick(tried, source), await self.decode.pick(tried, target)
+                if not any(each.needs_room for each in pair):  # others, just back in service
+                    raise StartAgainError
+                # Both SGLang servers give the prompts the rooms from the room of the request on.
+                is_fit = not request.is_list or all(each.needs_room for each in pair)
+                return pair if is_fit else None
+        if not may_be_at_once or source is None or target is None or source.url == target.url:
+            return None
+        if not (source.told.at_once and source.told.control and target.told.at_once):
+            return None
+        if self.at_once != "always" and not request.pays_at_once(source, target):
+            return None
+        pair = await self.prefill.pick(tried, source), await self.decode.pick(tried, target)
+        # If all engines were slow, the pick may have found another engine, just back in service,
+        # which may not support this.
+        return pair if pair == (source, target) else None
+
+    async def _in_turn(
+        self, request: RoutedRequest[Told], loan: Loan
+    ) -> AsyncGenerator[Told, None]:
+        """Runs the prefill engine first and the decode engine afterwards.
+
+        Raises:
+            StartAgainError: the lent KV is useless.
+        """
+        lent, computed = loan, await self._prefill(request, loan)
+        if computed is not None:
+            prefill, first = computed
+            params, now = first.kv_transfer_params, time.monotonic()
+            lent = Loan(prefill, params, request.engine_request_id, computed_at=now)
+        with lent:
+            if computed is not None:
+                for reply in request.take_first(first, prefill):
+                    yield reply
+                if request.is_over:
+                    return
+            async with aclosing(self._decode(request, lent)) as replies:
+                async for reply in replies:
+                    lent.fetched()
+                    yield reply
+
+    async def _prefill(
+        self, request: RoutedRequest[Told], loan: Loan
+    ) -> tuple[Engine, Reply] | None:
+        """Has a prefill engine compute the prompt: the chosen engine if possible.
+
+        Returns:
+            The prefill engine and its reply; ``None`` if the decode engine computes the prompt,
+            and loads the KV of ``loan``.
+
+        Raises:
+            StartAgainError: the prefill engine could not load the KV lent to it.
+        """
+        if not request.wants_prefill:
+            return None
+        while True:
+            try:
+                engine = await request.pick(self.prefill, request.chosen[0])
+            except (NoEngineError, EngineRefusedError):
+                if not self.prefill.dispensable:
+                    raise
+                return None
+            # The loan was made for the chosen engine. If the chosen engine is down, its substitute
+            # computes the prompt without the loan.
+            borrowed = loan if engine is request.chosen[0] else Loan()
+            try:
+                reply = await request.compute(engine, borrowed.params)
+            except ApiError as error:
+                request.failed(engine, error, borrowed)
+            else:
+                borrowed.fetched()
+                loan.give_back()
+                return engine, reply
+
+    async def _decode(
+        self, request: RoutedRequest[Told], lent: Loan, first: Engine | None = None
+    ) -> AsyncGenerator[Told, None]:
+        """Yields the replies of a decode engine: of ``first`` if possible.
+
+        Raises:
+            StartAgainError: the lent KV is useless, or the decode engine would have to request a
+                ticket and does not support this.
+        """
+        while True:
+            engine = await request.pick(self.decode, first or request.chosen[1])
+            if request.joined is not None and engine is not first and not engine.told.at_once:
+                raise StartAgainError
+            began = False
+            try:
+                async with aclosing(request.draw(engine, lent.passed_on())) as replies:
+                    async for reply in replies:
+                        began = True
+                        yield reply
+                return
+            except ApiError as error:
+                request.failed(engine, error, None if began else lent)
+                if began or request.is_lost(error, lent):
+                    raise StartAgainError from error
+
+    async def both(
+        self, request: RoutedRequest[Told], prefill: Engine, decode: Engine, loan: Loan
+    ) -> AsyncGenerator[Told, None]:
+        """Has both engines work at the same time. The client gets the earlier beginning of the
+        answer.
+
+        Raises:
+            StartAgainError: an engine failed, and no part of the answer is lost.
+        """
+        request.joined = joined = request.join(prefill, decode, self.key)
+        borrowed = loan if prefill is request.chosen[0] else Loan()
+        with Loan(prefill, joined.lent, request.engine_request_id) as lent:
+            request.computing = computing = asyncio.create_task(
+                request.compute(prefill, borrowed.params)
+            )
+            replies = self._decode(request, lent, decode)
+            # Another task may go on with the replies: the router gives up only requests without any
+            # reply (`Engine.give_up`).
+            beginning = asyncio.create_task(_next(replies))
+            has_begun = False
+            try:
+                await asyncio.wait((computing, beginning), return_when=asyncio.FIRST_COMPLETED)
+                first: Sequence[Told] = ()
+                if beginning.done():
+                    await beginning  # raises the error of the decode engine
+                else:
+                    try:
+                        first = request.take_first(await computing, prefill)
+                    except ApiError as error:
+                        request.failed(prefill, error, borrowed)
+                        raise StartAgainError from error
+                borrowed.fetched()
+                loan.give_back()
+                for reply in first:
+                    yield reply
+                if request.is_over:
+                    return
+                told = await beginning
+                while told is not None:
+                    has_begun = True
+                    lent.fetched()
+                    yield told
+                    told = await _next(replies)
+            finally:
+                if has_begun:
+                    prefill.let_end(computing)
+                else:
+                    computing.cancel()
+                    beginning.cancel()
+                    await asyncio.gather(computing, beginning, return_exceptions=True)
+                await replies.aclose()
+
+
+async def _next(replies: AsyncGenerator[Told, None]) -> Told | None:
+    return await anext(replies, None)
+
+
+def _is_failed_load(error: ApiError) -> bool:
+    """Whether ``error`` says that an engine could not load KV."""
+    kind = getattr(errors, error.code or "", None)
+    return isinstance(kind, type) and issubclass(kind, TransferError | LeaseError | TicketError)

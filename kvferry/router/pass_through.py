@@ -1,0 +1,435 @@
+"""Runs a request in the client's own words over a prefill engine and a decode engine.
+
+Servers such as vLLM's support more features than this router: tools, structured output, log
+probabilities. The decode engine gets the client's own body plus the transfer parameters and samples
+every token, including the first token. The router relays the decode engine's answer byte for byte::
+
+    client ── body ──▶ router ── body, 1 token, do_remote_decode ──▶ prefill engine
+                         │◀───────────── kv_transfer_params ──────────────┘
+                         └───── body, kv_transfer_params ───────────▶ decode engine ──▶ client
+
+With ``at_once`` both engines get the body at the same time, with a transfer signed by the router.
+The decode engine requests the ticket of this transfer from the prefill engine. If an engine fails
+before the answer has begun, the router runs the request again, in turn. A pair with an SGLang
+server always works at the same time, joined by a room (:mod:`kvferry.router.rooms`).
+
+The decode engine counts all loaded tokens as cached. Only the prefill engine knows how much of the
+prompt was in its cache and how much its cache gained. Therefore its numbers replace the numbers in
+the decode engine's answer.
+
+Requests of other paths go to a decode server alone, or to all servers
+(:mod:`kvferry.router.paths`). The sequence of the engines: :mod:`kvferry.router.hand_over`.
+Requests of token ids: :mod:`kvferry.router.token_request`.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvferry.observe.spans import RequestSpan
+from kvferry.router.engine_client import NO_HEAD
+from kvferry.router.engines import Engine
+from kvferry.router.hand_over import (
+    LEAST_AT_ONCE,
+    MOST_FAILED_LOADS,
+    HandOver,
+    Loan,
+    RoutedRequest,
+    StartAgainError,
+)
+from kvferry.router.headers import Head
+from kvferry.router.members import EnginePool
+from kvferry.router.replies import EVENT_END, Forwarded, Reply
+from kvferry.router.rooms import (
+    REMOTE_DECODE,
+    Joined,
+    by_room,
+    by_transfer,
+    why_unserved,
+)
+from kvferry.serving import web
+from kvferry.serving.openai import ApiError
+
+_ONLY_DECODE = ("n", "best_of", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs")
+"""Fields that the prefill engine does not get: they shape an answer, and its answer is dropped."""
+_PROMPTS = ("prompt", "prompt_embeds", "text", "input_ids")
+"""Fields of a prompt, or of several prompts."""
+_BYTES_PER_TOKEN = 4
+"""Estimated number of bytes of a body per token; the router has no tokens of this body."""
+_LENDS = {"kv_transfer_params": REMOTE_DECODE}
+"""Fields with which a prefill engine lends a prompt for an engine that works later."""
+_DETAILS = re.compile(rb'"prompt_tokens_details":\s*\{[^{}]*\}')
+"""Pattern of the token details in an answer's usage. In a generated text the quotation marks would
+have backslashes."""
+_COUNTS = ("cached_tokens", "created_cache_tokens")
+"""Names of the token details about a cache."""
+
+
+class _RefusedError(Exception):
+    """An engine refused the request; the client gets the engine's answer."""
+
+    def __init__(self, status: int, content: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        self.content = content
+        self.headers = headers
+        super().__init__(f"status {status}")
+
+
+@dataclass(slots=True, kw_only=True)
+class BodyRequest(RoutedRequest[Forwarded]):
+    """A request in the client's own words."""
+
+    path: str
+    body: Mapping[str, Any]
+    deadline: float
+    """Time at which the router gives the request up, in seconds on the event loop's clock."""
+    own: bytes | None = None
+    """Unchanged bytes of the body, if no prefill engine is used for this request."""
+    method: str = "POST"
+    several: str = ""
+    """The field by which the request has several sequences; empty for a single sequence."""
+    computed: Reply | None = None
+    """The prefill engine's reply; ``None`` if it does not count for this answer, or not yet."""
+    forwarded: Forwarded | None = None
+    """The decode engine's answer; ``None`` before its beginning."""
+
+    may_be_joined: ClassVar[bool] = True
+
+    @property
+    def wants_prefill(self) -> bool:
+        """Whether the request has a single sequence: transfer parameters stand for one prompt, used
+        once.
+        """
+        return self.own is None and not self.several
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the request has several prompts, with a single sequence each."""
+        return bool(self.several) and set(self.several.split(", ")).issubset(_PROMPTS)
+
+    @property
+    def may_be_at_once(self) -> bool:
+        """Whether both engines may get this attempt at the same time."""
+        return self.attempt == 1 and self.wants_prefill
+
+    def pays_at_once(self, prefill: Engine, decode: Engine) -> bool:
+        """Whether the prompt is probably long enough for two requests at the same time."""
+        return len(msgspec.json.encode(self.body)) >= _BYTES_PER_TOKEN * LEAST_AT_ONCE
+
+    def join(self, prefill: Engine, decode: Engine, key: bytes | None) -> Joined:
+        """Joins two engines by a room, if one of them is an SGLang server; otherwise by a transfer.
+
+        Raises:
+            ApiError: 400, the two engines in a room cannot serve the body.
+        """
+        if not (prefill.needs_room or decode.needs_room):
+            return by_transfer(prefill, key)
+        if reason := why_unserved(self.path, self.body, prefill, decode):
+            raise ApiError(400, reason)
+        return by_room(prefill, decode, key)
+
+    async def compute(self, engine: Engine, loan: Mapping[str, Any] | None) -> Reply:
+        """Has an engine compute the prompt. The sampled token does not count and may not end the
+        answer. An SGLang server gets the whole body, as its row of metadata serves the decode
+        server, and samples a single token.
+
+        Raises:
+            _RefusedError: the engine refuses the request.
+            EngineDownError: the engine cannot be reached, went away or answers 503.
+            ApiError: 502, the engine's answer does not decode.
+        """
+        left_out = ("stream_options",) if engine.needs_room else _ONLY_DECODE
+        body = {name: value for name, value in self.body.items() if name not in left_out}
+        body["stream"] = False
+        if not engine.needs_room:
+            body["max_tokens"] = 1
+            if "max_completion_tokens" in body:
+                body["max_completion_tokens"] = 1
+            if "min_tokens" in body:
+                # The first token may count: it may not be the end where the client forbids that.
+                body["min_tokens"] = int(bool(body["min_tokens"]))
+        body.update(_LENDS if self.joined is None else self.joined.lends)
+        forwarded = await self._forward(engine, body)
+        content = await forwarded.read()
+        if forwarded.status != 200:
+            raise self._refusal(forwarded, content)
+        try:
+            # SGLang answers several prompts on a path of its own with a list.
+            told = msgspec.json.decode(content, type=Reply | list[Any])
+            reply = told if isinstance(told, Reply) else Reply()
+        except msgspec.DecodeError as error:
+            raise ApiError(
+                502, f"prefill engine {engine.name!r}: its answer does not decode: {error}"
+            ) from error
+        # An engine that works in turn and lends nothing leaves the prompt to the decode engine.
+        self.computed = reply if self.joined is not None or reply.kv_transfer_params else None
+        return reply
+
+    def take_first(self, reply: Reply, prefill: Engine) -> Sequence[Forwarded]:
+        """Returns nothing for the client."""
+        return ()
+
+    async def draw(
+        self, engine: Engine, lent: Mapping[str, Any] | None
+    ) -> AsyncGenerator[Forwarded, None]:
+        """Yields the decode engine's answer as soon as it begins.
+
+        Raises:
+            ApiError: 400, an SGLang server would have to compute several sequences.
+            StartAgainError: the engine failed beside the prefill engine.
+            _RefusedError: the engine refuses the request beside the prefill engine.
+        """
+        body: Mapping[str, Any] | bytes = self.body if self.own is None else self.own
+        if self.joined is not None:
+            body = {**self.body, **self.joined.loads}
+        elif self.own is None and engine.needs_room:
+            raise ApiError(
+                400,
+                f"{self.several}: an SGLang decode server computes no prompts, and gets one "
+                "sequence per request from a prefill server; send each sequence by itself",
+            )
+        elif lent is not None:
+            body = {**self.body, "kv_transfer_params": lent}
+        self.forwarded = forwarded = await self._forward(engine, body)
+        if self.joined is not None:
+            # The first event of a chat contains only the role of the speaker.
+            events = 2 if self.path.endswith("/chat/completions") else 1
+            if await forwarded.has_failed(events) and self._may_fail():
+                raise StartAgainError
+            if forwarded.status != 200:
+                raise self._refusal(forwarded, await forwarded.read())
+        yield forwarded
+
+    def is_lost(self, error: ApiError, lent: Loan) -> bool:
+        """Whether lent KV is useless for another decode engine after ``error`` of a decode engine.
+        Only one pair of engines gets a body at the same time.
+        """
+        return self.joined is not None or RoutedRequest.is_lost(self, error, lent)
+
+    async def begin_again(self, decode: EnginePool) -> None:
+        """Counts a new attempt, without the earlier engines' work; see :class:`RoutedRequest`."""
+        self.close()
+        self.computed = self.forwarded = None
+        await RoutedRequest.begin_again(self, decode)
+
+    def close(self) -> None:
+        """Ends the decode engine's answer, if it has begun."""
+        if self.forwarded is not None:
+            self.forwarded.close()
+
+    def _may_fail(self) -> bool:
+        """Whether another attempt may mend a failure of an engine. The failure is counted: engines
+        in a room never work in turn, so the same failure may come again and again.
+        """
+        self.failed_loads += 1
+        return self.failed_loads <= MOST_FAILED_LOADS
+
+    def _refusal(self, forwarded: Forwarded, content: bytes) -> Exception:
+        """The error for an engine's answer other than 200."""
+        if self.joined is not None and forwarded.status >= 500 and self._may_fail():
+            return StartAgainError()
+        return _RefusedError(forwarded.status, content, forwarded.headers)
+
+    async def _forward(self, engine: Engine, body: Mapping[str, Any] | bytes) -> Forwarded:
+        """Sends this attempt to the engine and returns the engine's answer; see
+        :meth:`Engine.forward`.
+        """
+        request_id = self.engine_request_id
+        return await engine.forward(self.path, body, request_id, self.span, self.head, self.method)
+
+    @property
+    def is_counted_elsewhere(self) -> bool:
+        """Whether the prefill engine's cache numbers replace the numbers in the answer."""
+        return self.computing is not None or self.computed is not None
+
+    async def counted(self, content: bytes) -> bytes:
+        """Puts the prefill engine's cache numbers into a part of the answer."""
+        if not (self.is_counted_elsewhere and _DETAILS.search(content)):
+            return content
+        if self.computing is not None:
+            await asyncio.wait((self.computing,))
+        if self.computed is None:
+            return content  # the decode engine has computed the prompt
+        told = (self.computed.usage or {}).get("prompt_tokens_details") or {}
+        told = {**told, "cached_tokens": self.computed.cached_tokens}
+        return _DETAILS.sub(lambda details: _put(details[0], told), content)
+
+
+@dataclass(frozen=True, slots=True)
+class PassThrough:
+    """Relays the answers to clients' own bodies."""
+
+    hand_over: HandOver
+    timeout_s: float
+    """Maximum number of seconds for a whole answer."""
+
+    async def answer(
+        self,
+        request: Request,
+        path: str,
+        body: Mapping[str, Any] | bytes,
+        span: RequestSpan,
+        head: Head = NO_HEAD,
+    ) -> Response:
+        """Answers a client's request; an engine that goes away before its first byte is replaced.
+
+        A body of bytes goes to a decode server alone. ``span`` has the request's id, and ends with
+        the answer.
+
+        Raises:
+            ApiError: no engine is left, or time is up.
+            ClientGoneError: the client disconnected before the first byte.
+        """
+        # Engines beside SGLang servers do not know SGLang's own path.
+        pools = (self.hand_over.prefill, self.hand_over.decode) if path == "/generate" else ()
+        mixed = [pool for pool in pools if any(engine.needs_room for engine in pool.fit())]
+        unreached = {other for pool in mixed for other in pool.engines if not other.needs_room}
+        asked = BodyRequest(
+            request_id=span.request_id,
+            unreached=unreached,
+            path=path,
+            died=set(),
+            body={} if isinstance(body, bytes) else body,
+            own=body if isinstance(body, bytes) else None,
+            several="" if isinstance(body, bytes) else _several(body),
+            method=request.scope.get("method", "POST"),
+            deadline=asyncio.get_running_loop().time() + self.timeout_s,
+            span=span,
+            head=head,
+        )
+        try:
+            return await web.until_disconnect(request.receive, self._answer(asked))
+        except (_RefusedError, ApiError, web.ClientGoneError) as error:
+            span.end(str(error))
+            asked.close()  # the answer may have begun just as the client left, or as it is refused
+            if isinstance(error, _RefusedError):
+                return _relayed(Response(error.content, error.status), error.headers, asked)
+            if isinstance(error, ApiError):
+                error.headers = [*error.headers, _id_of(asked)]
+            raise
+
+    async def _answer(self, request: BodyRequest) -> Response:
+        async with web.deadline(request.deadline, self.timeout_s):
+            async with aclosing(self.hand_over.run(request)) as answers:
+                forwarded = await anext(answers)
+            if not forwarded.is_stream:
+                content = await request.counted(await forwarded.read())
+        if forwarded.is_stream:
+            chunks = _chunks(forwarded, request, self.timeout_s)
+            stream = web.EventStream(chunks, on_end=lambda: _end(forwarded, request))
+            stream.status_code = forwarded.status
+            return _relayed(stream, forwarded.headers, request)
+        request.span.end()
+        return _relayed(Response(content, forwarded.status), forwarded.headers, request)
+
+    async def to_all(
+        self, method: str, path: str, body: bytes, span: RequestSpan, head: Head
+    ) -> Response:
+        """Asks every server; the answer has each server's reply and the highest status of all
+        replies.
+        """
+        prefill, decode = self.hand_over.prefill, self.hand_over.decode
+        engines = {engine.url: engine for engine in (*prefill.engines, *decode.engines)}
+        if not engines:
+            raise decode.nobody()
+
+        async def ask(engine: Engine) -> dict[str, Any]:
+            try:
+                one = await engine.forward(
+                    path, body, span.request_id, span, head, method, once=True
+                )
+                status, content = one.status, await one.read()
+            except ApiError as error:
+                status, content = error.status, error.content or msgspec.json.encode(error.body())
+            told = {"name": engine.name, "role": engine.role, "status": status}
+            return {**told, "body": _decoded(content)}
+
+        loop = asyncio.get_running_loop()
+        async with web.deadline(loop.time() + self.timeout_s, self.timeout_s):
+            servers = await asyncio.gather(*map(ask, engines.values()))
+        return web.json_response({"servers": servers}, max(each["status"] for each in servers))
+
+
+def _several(body: Mapping[str, Any]) -> str:
+    """The field by which a body has several sequences; empty for a single sequence."""
+    sampling = body.get("sampling_params")
+    lengths = {name: _length(body.get(name)) for name in _PROMPTS}
+    found = [name for name, n in lengths.items() if n] if sum(lengths.values()) > 1 else []
+    found += [name for name in ("n", "best_of") if body.get(name) not in (None, 1)]
+    params = sampling if isinstance(sampling, list) else [sampling]
+    if any(isinstance(each, dict) and each.get("n") not in (None, 1) for each in params):
+        found.append("sampling_params")
+    return ", ".join(found)
+
+
+def _put(details: bytes, told: Mapping[str, Any]) -> bytes:
+    """Replaces the cache numbers in the details of a prompt's tokens by the numbers in ``told``."""
+    for name in _COUNTS:
+        if isinstance(told.get(name), int):
+            number = rb'"%b":%d' % (name.encode(), told[name])
+            details = re.sub(rb'"%b":\s*\d+' % name.encode(), number, details)
+    return details
+
+
+def _length(prompts: object) -> int:
+    """Number of prompts in a field that holds a prompt or a list of prompts. A list of token ids is
+    one prompt.
+    """
+    if not isinstance(prompts, list) or (prompts and all(isinstance(t, int) for t in prompts)):
+        return 0 if prompts is None else 1
+    return len(prompts)
+
+
+async def _chunks(
+    forwarded: Forwarded, request: BodyRequest, timeout_s: float
+) -> AsyncGenerator[bytes, None]:
+    """Yields the engine's bytes as they come; only whole events if an event may have cache
+    numbers.
+    """
+    begun = b""
+    async with aclosing(forwarded.chunks()) as chunks:
+        while True:
+            async with web.deadline(request.deadline, timeout_s):
+                chunk = await anext(chunks, None)
+            if chunk is None:
+                break
+            if request.is_counted_elsewhere:
+                events, end, begun = (begun + chunk).rpartition(EVENT_END)
+                chunk = await request.counted(events + end)
+            yield chunk
+    if begun:
+        yield begun
+
+
+def _relayed(
+    response: Response, headers: list[tuple[bytes, bytes]], request: BodyRequest
+) -> Response:
+    """Adds the server's headers for the client, and the client's own request id, to a response."""
+    web.put_on(response, [*headers, _id_of(request)])
+    return response
+
+
+def _id_of(request: BodyRequest) -> tuple[bytes, bytes]:
+    """The ``x-request-id`` header for the client."""
+    request_id = request.head.request_id or request.request_id
+    return b"x-request-id", request_id.encode("latin-1")
+
+
+def _decoded(content: bytes) -> Any:
+    """Decodes JSON; other content is returned as text."""
+    try:
+        return msgspec.json.decode(content) if content else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return content.decode(errors="replace")
+
+
+def _end(forwarded: Forwarded, request: BodyRequest) -> None:
+    forwarded.close()
+    request.span.end()

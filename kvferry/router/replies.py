@@ -1,0 +1,217 @@
+"""Answers of engines: a reply with tokens, bytes for the client, or an error.
+
+The fields on the wire are the fields of vLLM's ``/v1/completions`` (``return_token_ids``,
+``kv_transfer_params``); no code here depends on the reference engine.
+"""
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import msgspec
+
+from kvferry.config import printable
+from kvferry.errors import DrainingError, TransferError
+from kvferry.router.engine_client import ClientError, Response
+from kvferry.router.pace import Count
+from kvferry.serving.messages import MOST_NAME_CHARACTERS
+from kvferry.serving.openai import ApiError
+
+EVENT_END = b"\n\n"
+"""End of an event in a stream."""
+VLLM_LOAD_FAILED = "Internal server error"
+"""The whole message of a vLLM server after a failed load under the policy ``fail``."""
+
+
+class Refusal(msgspec.Struct):
+    """Error message of an engine."""
+
+    message: str = ""
+    code: int | str | None = None
+
+
+class EngineDownError(ApiError):
+    """An engine cannot be reached or went away; another engine may serve the request."""
+
+    def __init__(self, engine: str, reason: str, *, reached: bool, is_well: bool = False) -> None:
+        self.reached = reached
+        """Whether the engine may have seen the request."""
+        self.is_well = is_well
+        """Whether the engine answers other requests: only the connection broke."""
+        super().__init__(503, f"{engine}: {reason}", code="engine_unavailable")
+
+
+class EngineRefusedError(EngineDownError):
+    """An engine answers a request with 503, but its health check with 200: the engine does not take
+    this request now, and another engine may.
+    """
+
+    def __init__(
+        self, engine: str, error: Refusal, content: bytes, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        # A draining kvferry engine has not looked at the request. A paused vLLM server has its
+        # connector give back the KV of the request.
+        super().__init__(engine, error.message, reached=error.code != DrainingError.__name__)
+        self.code = code_of(error) or self.code
+        self.content, self.headers = content, headers
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class Reply(msgspec.Struct):
+    """A completion of an engine, whole or a chunk; unknown fields are ignored."""
+
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+    kv_transfer_params: dict[str, Any] | None = None
+    usage: dict[str, Any] | None = None
+    error: Refusal | None = None
+    own: dict[str, Any] | None = None
+    """All fields of a foreign engine's reply. Neither this field nor the next field comes from the
+    wire."""
+    headers: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
+    """Headers of the engine's answer for the client."""
+
+    @classmethod
+    def ended(cls, finish_reason: str) -> "Reply":
+        """The end of an answer, without another token."""
+        return cls([_Choice([], finish_reason)])
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The new tokens."""
+        return (self.choices[0].token_ids or []) if self.choices else []
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Reason of the answer's end; ``None`` before the end."""
+        return self.choices[0].finish_reason if self.choices else None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Number of prompt tokens from the engine's cache; ``None`` if the engine does not report
+        the number. vLLM's servers report it only with ``--enable-prompt-tokens-details``, or if
+        they lend KV.
+        """
+        details = (self.usage or {}).get("prompt_tokens_details") or {}
+        told = details.get("cached_tokens")
+        if told is None:
+            told = (self.kv_transfer_params or {}).get("remote_prefill_cached_tokens")
+        return told if isinstance(told, int) else None
+
+    def cached_or(self, expected: int) -> int:
+        """:attr:`cached_tokens`, or ``expected`` if the engine does not report the number."""
+        told = self.cached_tokens
+        return expected if told is None else told
+
+
+class Forwarded:
+    """An engine's answer to a body in the client's own words. The reader closes the answer at the
+    end.
+    """
+
+    def __init__(
+        self,
+        response: Response,
+        first: bytes,
+        requests: Count,
+        lost: Callable[[ClientError], EngineDownError],
+    ) -> None:
+        """Takes over an answer whose first bytes are read.
+
+        Args:
+            response: the engine's answer.
+            first: the bytes read so far.
+            requests: counter of the engine's current requests.
+            lost: notes the loss of the engine and returns the error to raise.
+        """
+        self.status = response.status
+        self.headers = response.headers
+        """Headers of the answer for the client."""
+        self.is_stream = response.content_type.startswith("text/event-stream")
+        """Whether the answer is a stream of events."""
+        self._requests = requests
+        self._lost = lost
+        self._response = response
+        self._first = first
+        self._open = True
+        requests.add(1)
+
+    async def has_failed(self, events: int) -> bool:
+        """Whether the answer reports a failure of the engine: by its status, or in the first
+        ``events`` events of a stream. The method waits for these events.
+
+        Raises:
+            EngineDownError: the engine went away.
+        """
+        if not self.is_stream:
+            return self.status >= 500
+        try:
+            while self._first.count(EVENT_END) < events and (more := await self._response.some()):
+                self._first += more
+        except ClientError as error:
+            raise self._lost(error) from error
+        first = self._first.split(EVENT_END)[:events]
+        return any(said_error(event.removeprefix(b"data:")) is not None for event in first)
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Yields the answer as it comes.
+
+        Raises:
+            EngineDownError: the engine went away.
+        """
+        yield self._first
+        try:
+            async for chunk in self._response.chunks():
+                yield chunk
+        except ClientError as error:
+            raise self._lost(error) from error
+
+    async def read(self) -> bytes:
+        """Reads the whole answer and closes it.
+
+        Raises:
+            EngineDownError: the engine went away.
+        """
+        try:
+            return self._first + await self._response.read()
+        except ClientError as error:
+            raise self._lost(error) from error
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Drops the connection, unless the answer is read; the engine then ends the request.
+
+        Idempotent.
+        """
+        if self._open:
+            self._open = False
+            self._requests.add(-1)
+            self._response.close()
+
+
+def said_error(content: bytes) -> Refusal | None:
+    """The error in an answer of OpenAI's form; ``None`` if the answer has no error."""
+    try:
+        return msgspec.json.decode(content, type=Reply).error
+    except msgspec.DecodeError:
+        return None
+
+
+def error_in(content: bytes) -> Refusal:
+    """The error in an engine's answer: OpenAI's form, or the answer's first 200 bytes."""
+    return said_error(content) or Refusal(message=content[:200].decode(errors="replace"))
+
+
+def code_of(error: Refusal) -> str | None:
+    """The name of an engine's error; ``None`` for an error without a name."""
+    if error.message == VLLM_LOAD_FAILED:
+        return TransferError.__name__
+    return printable(error.code[:MOST_NAME_CHARACTERS]) if isinstance(error.code, str) else None
+
+
+def reason_of(error: ClientError) -> str:
+    """Message about a broken connection."""
+    return str(error) or type(error).__name__

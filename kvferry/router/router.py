@@ -1,0 +1,239 @@
+"""The router: OpenAI's API in front of prefill and decode engines.
+
+The router speaks plain HTTP to the engines and does not look into KV: the transfer parameters from
+a prefill engine go to a decode engine unchanged.
+
+In front of foreign servers (vLLM's, SGLang's) the router serves all their paths. Text completions
+that the router can tokenize get their first token from the prefill engine; every other body passes
+through unchanged. All chats pass through, because only the server itself has its chat template and
+parsers. In front of SGLang servers every body passes through.
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvferry.observe.spans import Spans
+from kvferry.router.answer import TextCodec
+from kvferry.router.choice import Chooser
+from kvferry.router.completions import Completions, Parse
+from kvferry.router.engine_client import EngineClient
+from kvferry.router.hand_over import HandOver
+from kvferry.router.headers import Keys
+from kvferry.router.lists import EngineList
+from kvferry.router.members import Members
+from kvferry.router.metrics import Endpoint, RouterMetrics, count_as_worker
+from kvferry.router.operators import Operators
+from kvferry.router.pass_through import PassThrough
+from kvferry.router.paths import without_transfer
+from kvferry.router.relays import Relays
+from kvferry.router.watch import ClusterWatch
+from kvferry.router.workers import Leader, SharedListener, Workers, WorkerSettings, door
+from kvferry.serving import web
+from kvferry.serving.messages import RouterSettings
+from kvferry.serving.openai import parse_chat, parse_completion
+from kvferry.serving.process import temporary_folder
+from kvferry.zeromq import join_address
+
+
+class Router:
+    """Connects the parts that answer clients, operators and viewers of the cluster page."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        codec: TextCodec | None,
+        lists: Sequence[EngineList] = (),
+        spans: Spans | None = None,
+        *,
+        workers: Workers | None = None,
+        leader: Leader | None = None,
+    ) -> None:
+        """Makes a router. Without a codec, every request passes through.
+
+        Args:
+            settings: addresses, keys and limits of the router.
+            codec: tokenizer and chat template of the model; ``None`` only for foreign engines.
+            lists: sources of further engines, which change with time.
+            spans: collector of the trace spans of all requests; the router becomes its owner.
+            workers: the worker processes, for a leader.
+            leader: the leader process, for a worker.
+
+        Raises:
+            ValueError: there is no codec, and the engines are not foreign.
+        """
+        if codec is None and not settings.foreign:
+            raise ValueError("codec: None, but only foreign engines can do without")
+        self._settings = settings
+        self._keys = Keys(settings.api_key, settings.operator_key)
+        self._workers, self._leader = workers, leader
+        self.bodies = web.BodyReader(settings.max_request_bytes)
+        """Reader of the clients' request bodies."""
+        self.client = EngineClient(web.bearer(settings.api_key))
+        """HTTP client for requests to the engines."""
+        shared = workers or leader
+        table = shared.table if shared is not None else None
+        self.members = members = Members(
+            settings, self.client, lists, table, follows=leader is not None
+        )
+        """The engines known to the router."""
+        folder = workers.folder if workers is not None else None
+        self._metrics = RouterMetrics(members, members.index, folder)
+        hand_over = HandOver(
+            members.prefill, members.decode, at_once=settings.at_once, key=settings.cluster_key
+        )
+        self._completions = None
+        if codec is not None:
+            assumes = settings.assume_cached and settings.route_by == "cost"
+            chooser = Chooser(
+                members, self._metrics, settings.direct_tokens, settings.explain, assumes
+            )
+            self._completions = Completions(
+                settings, codec, members, hand_over, chooser, self._metrics
+            )
+        self._pass_through = PassThrough(hand_over, settings.request_timeout_s)
+        self._relays = Relays(self._pass_through, self.bodies, self._keys, self._metrics)
+        elsewhere = workers.requests if workers is not None else None
+        self._watch = ClusterWatch(members, self.client, settings.curve, spans, elsewhere)
+
+    def app(self) -> Starlette:
+        """Makes the ASGI application, which watches the engines' health while it runs."""
+        routes = [
+            Route("/v1/completions", self._generate(parse_completion), methods=["POST"]),
+            Route("/v1/chat/completions", self._generate(parse_chat), methods=["POST"]),
+            Route("/generate", self._generate(None), methods=["POST"]),
+            Route("/v1/models", self._models),
+            *(self._relays.routes() if self._settings.foreign else ()),
+            *(self._leader.routes() if self._leader is not None else self._own_routes()),
+        ]
+        return Starlette(
+            routes=routes, lifespan=self._lifespan, exception_handlers=web.EXCEPTION_HANDLERS
+        )
+
+    def _own_routes(self) -> list[Route]:
+        """Routes that a worker leaves to its leader."""
+        return [
+            Route("/metrics", self._metrics.show),
+            *Operators(self.members, self._keys, self._tell_workers).routes(),
+            *self._watch.routes(self._keys),
+        ]
+
+    async def _tell_workers(self) -> None:
+        if self._workers is not None:
+            await self._workers.tell(self.members)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self.members.watching())
+            if self._leader is not None:
+                followed = self._leader.followed(self.members, self._watch.last_requests)
+                await stack.enter_async_context(followed)
+            yield
+            await self._watch.aclose()
+        await self.client.aclose()
+
+    def _generate(self, parse: Parse | None) -> Endpoint:
+        """The endpoint of a path; ``parse`` is ``None`` for SGLang's own ``/generate``."""
+
+        async def generate(request: Request) -> Response:
+            self._keys.check(request)
+            body = await self.bodies.json(request)
+            await self.members.meet()
+            if parse is None and not self.members.have_sglang:
+                raise self.members.no_sglang()
+            if parse is not None and self._completions is not None:
+                understood = await self._completions.understood(body, parse)
+                if understood is not None:
+                    head = self._keys.head(request)
+                    kind = "chatcmpl" if parse is parse_chat else "cmpl"
+                    span = self._watch.span(request, head.new_id(kind))
+                    return await self._completions.answer(request, understood, span, head)
+            head = self._keys.head(request)
+            span, words = self._watch.span(request, head.new_id("kvferry")), without_transfer(body)
+            path = request.scope["path"]
+            return await self._pass_through.answer(request, path, words, span, head)
+
+        return self._metrics.counted(generate)
+
+    async def _models(self, request: Request) -> Response:
+        self._keys.check(request)
+        await self.members.meet()
+        if self._settings.foreign and self.members.decode.fit() and not self.members.are_ours:
+            return await self._relays.ask_one(request)
+        name = self._settings.model_name or self.members.model
+        if name is None:
+            raise self.members.decode.nobody()
+        model: dict[str, Any] = {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "kvferry",
+            "max_model_len": self.members.max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+async def serve_router(
+    settings: RouterSettings,
+    codec: TextCodec | None,
+    lists: Sequence[EngineList],
+    listener: socket.socket,
+    stop: asyncio.Event,
+) -> None:
+    """Serves with the configured number of workers, until SIGTERM or until the event is set.
+
+    Raises:
+        WorkerDiedError: a worker ended before any worker has served.
+    """
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    if settings.workers == 1:
+        spans = Spans.from_environment("kvferry-router", _place(settings, listener))
+        app = Router(settings, codec, lists, spans).app()
+        await web.serve(app, listener, stop, settings.max_connections)
+        return
+    with tempfile.TemporaryDirectory(prefix="kvferry-router-", dir=temporary_folder()) as folder:
+        workers = Workers(settings, listener, Path(folder))
+        router = Router(settings, codec, lists, workers=workers)
+        inside, ended = socket.socket(socket.AF_UNIX), asyncio.Event()
+        inside.bind(door(folder))
+        serving = asyncio.create_task(web.serve(router.app(), inside, ended, ends_on_sigterm=False))
+        try:
+            await workers.run(router.members, stop)
+        finally:
+            ended.set()
+            await serving
+
+
+def serve_as_worker(settings: WorkerSettings) -> None:
+    """Serves as a worker until SIGTERM. If the leader is gone, the worker sends SIGTERM to
+    itself.
+    """
+    count_as_worker(settings.number)
+    mine, leader = settings.router, Leader(settings)
+    codec = TextCodec.open(mine.model_folder) if mine.model_folder is not None else None
+    with contextlib.closing(SharedListener(fileno=settings.listener)) as listener:
+        place = f"{_place(mine, listener)}-{settings.number}"
+        spans = Spans.from_environment("kvferry-router", place)
+        app = Router(mine, codec, spans=spans, leader=leader).app()
+        try:
+            asyncio.run(web.serve(app, listener, None, mine.max_connections, takes_at_a_time=1))
+        finally:
+            leader.sweep()
+
+
+def _place(settings: RouterSettings, listener: socket.socket) -> str:
+    return join_address(settings.host, listener.getsockname()[1])

@@ -1,0 +1,1 @@
+"""Code that the router, the engines' HTTP servers and the launcher share."""

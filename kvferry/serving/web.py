@@ -1,0 +1,330 @@
+"""Shared code of a cluster's HTTP servers: JSON, event streams, disconnects, and the server."""
+
+import asyncio
+import contextlib
+import gc
+import secrets
+import signal
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvferry.serving.openai import ApiError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+
+T = TypeVar("T")
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status in proxy logs for a client that left before its answer; no client receives this status."""
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before the end of its answer."""
+
+
+BODY_TIMEOUT_S = 60.0
+"""Seconds within which the body of a request must arrive."""
+MAX_REQUEST_BYTES = 16 << 20
+"""Default maximum length of a body in bytes."""
+
+
+class BodyReader:
+    """Reads request bodies of a server, with limits for each body and for all bodies together."""
+
+    def __init__(self, most_bytes: int = MAX_REQUEST_BYTES) -> None:
+        self._most = most_bytes
+        self.held = 0
+        """Number of bytes in bodies that are still arriving."""
+
+    async def json(self, request: Request) -> dict[str, Any]:
+        """Reads the body, which must be a JSON object.
+
+        Raises:
+            ApiError: 400, the body is not a JSON object; other errors as in :meth:`read`.
+        """
+        return json_object(await self.read(request))
+
+    async def read(self, request: Request) -> bytes:
+        """Reads the body.
+
+        Raises:
+            ApiError: 408, too slow; 413, too long; 503, too many bytes of all requests.
+        """
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for chunk in request.stream():
+                    self.held += len(chunk)
+                    body += chunk
+                    self._check(len(body))
+            return bytes(body)
+        except TimeoutError:
+            message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+            raise ApiError(408, message, code="timeout") from None
+        finally:
+            self.held -= len(body)
+
+    def _check(self, nbytes: int) -> None:
+        if nbytes > self._most:
+            message = f"the body is longer than max_request_bytes, {self._most}"
+            raise ApiError(413, message, code="too_long")
+        if self.held > _BODIES_AT_A_TIME * self._most:
+            raise ApiError(503, "too many bytes of requests are arriving", code="busy")
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """Decodes a body, which must be a JSON object.
+
+    Raises:
+        ApiError: 400, the body is not a JSON object.
+    """
+    try:
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is no JSON object: {error}") from error
+
+
+_BODIES_AT_A_TIME = 8
+"""Number of bodies with the maximum length that may arrive at the same time."""
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    """The headers with a token for :func:`check_bearer`; empty if there is no token."""
+    return {} if token is None else {"authorization": f"Bearer {token}"}
+
+
+def check_bearer(request: Request, token: str, whose: str) -> None:
+    """Checks that the client sends the bearer token.
+
+    Raises:
+        ApiError: 401, the client sends another token or none.
+    """
+    shown = request.headers.get("authorization", "")
+    if not secrets.compare_digest(shown.encode(), f"Bearer {token}".encode()):
+        raise ApiError(401, f"authorization: not the bearer token of {whose}")
+
+
+def put_on(response: Response, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Sets headers of a response; existing headers with the same names are removed."""
+    added = list(headers)
+    names = {name for name, _ in added}
+    response.raw_headers = [each for each in response.raw_headers if each[0] not in names] + added
+
+
+def json_response(
+    payload: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """A response with ``payload`` as JSON."""
+    return Response(
+        msgspec.json.encode(payload), status, headers=headers, media_type="application/json"
+    )
+
+
+async def answer_error(_: Request, error: Exception) -> Response:
+    """The answer to a request that raised an exception; unknown exceptions get status 500."""
+    match error:
+        case ClientGoneError() | ClientDisconnect():
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        case ApiError():
+            told = error
+        case RecursionError():  # only the body of a request can nest so deeply
+            told = ApiError(400, "the body is nested too deeply")
+        case _:
+            told = ApiError(500, f"internal error: {error!r}", code="internal_error")
+    response = json_response(told.body(), told.status)
+    if told.content is not None:
+        response = Response(told.content, told.status)
+    put_on(response, told.headers)
+    return response
+
+
+EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Exception], Any]] = dict.fromkeys(
+    (Exception, ApiError, RecursionError, ClientDisconnect, ClientGoneError), answer_error
+)
+"""Argument for ``Starlette(exception_handlers=...)``."""
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Runs ``work``, and cancels it if the client disconnects. The body must have been read before.
+
+    A client that has disconnected when the result is ready counts as gone: it cannot read the
+    result.
+
+    Raises:
+        ClientGoneError: the client disconnected before the result.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not watcher.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            # The clean-up of the task (an abort, a closed connection) is part of the request.
+            await asyncio.gather(task, return_exceptions=True)
+        elif not task.cancelled():
+            task.exception()  # marks the exception as retrieved, in case result() is not called
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@asynccontextmanager
+async def deadline(when: float, timeout_s: float) -> AsyncGenerator[None, None]:
+    """Ends its body at a time of the event loop's clock.
+
+    Args:
+        when: time on the clock of the event loop, in seconds.
+        timeout_s: the whole time limit in seconds, for the error message.
+
+    Raises:
+        ApiError: 504, the body was not complete at ``when``.
+    """
+    try:
+        async with asyncio.timeout_at(when):
+            yield
+    except TimeoutError:
+        message = f"no complete answer within {timeout_s:g} s"
+        raise ApiError(504, message, code="timeout") from None
+
+
+class EventStream(Response):
+    """Streams events until their end or until the client disconnects; then closes the generator.
+
+    An :class:`ApiError` after the first byte becomes an error event, followed by ``[DONE]``.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: dict[str, str] | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", **(headers or {})})
+        # The base class sets the length of its empty body.
+        del self.headers["content-length"]
+        self._events = events
+        # Not a part of the generator: a generator that was never started runs no clean-up.
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs as an ASGI application."""
+        try:
+            await until_disconnect(receive, self._send_all(send))
+        except ClientGoneError:
+            pass
+        finally:
+            self._on_end()
+
+    async def _send_all(self, send: Send) -> None:
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+        async with aclosing(self._events) as events:
+            try:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            except ApiError as error:
+                body = sse_event(error.body()) + SSE_DONE
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+SSE_DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
+
+
+def sse_event(payload: object) -> bytes:
+    """An event with a JSON payload."""
+    return b"data: " + msgspec.json.encode(payload) + b"\n\n"
+
+
+async def sse_payloads(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The payloads in the lines of an event stream, in order, including ``[DONE]``."""
+    async for line in lines:
+        if line.startswith(b"data:"):
+            yield line[5:].strip()
+
+
+SHUTDOWN_GRACE_S = 3
+"""Seconds for open requests to end at shutdown."""
+
+
+MAX_CONNECTIONS = 1000
+"""Default maximum number of connections of a server."""
+
+
+async def serve(
+    app: Any,
+    listener: socket.socket,
+    until: "asyncio.Event | None" = None,
+    max_connections: int = MAX_CONNECTIONS,
+    *,
+    takes_at_a_time: int | None = None,
+    ends_on_sigterm: bool = True,
+) -> None:
+    """Serves the ASGI application ``app`` until SIGTERM, or until the event ``until`` is set.
+
+    All objects that exist at the call are excluded from later garbage collections.
+
+    Args:
+        app: the application.
+        listener: the listening socket, which several processes may share.
+        until: event that ends the server.
+        max_connections: maximum number of connections.
+        takes_at_a_time: for a shared listener, number of connections that this process accepts
+            before other processes can accept; by default, the size of the backlog.
+        ends_on_sigterm: whether SIGTERM ends the server.
+    """
+    import uvicorn
+
+    from kvferry.serving.connections import Connections
+
+    connections = Connections(max_connections)
+    config = uvicorn.Config(
+        app,
+        http=connections,  # type: ignore[arg-type] # it is called like the class
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        backlog=takes_at_a_time or connections.backlog,
+        timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+    )
+    server = uvicorn.Server(config)
+    # uvicorn would handle the signals itself and raise them again after its end.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    if ends_on_sigterm:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _stop, server)
+    watcher = asyncio.create_task(_stop_when(server, until)) if until is not None else None
+    # A collection of all imported objects would delay every request by 30 ms, again and again.
+    gc.collect()
+    gc.freeze()
+    await server.serve(sockets=[listener])
+    if watcher is not None:
+        watcher.cancel()
+
+
+def _stop(server: "uvicorn.Server") -> None:
+    server.should_exit = True
+
+
+async def _stop_when(server: "uvicorn.Server", event: asyncio.Event) -> None:
+    await event.wait()
+    _stop(server)

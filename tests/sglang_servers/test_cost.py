@@ -1,0 +1,13 @@
+"""Both adapters are measured in one run, each in the environment of its engine."""
+
+import pytest
+
+from tests.integrations.adapter_step import NUMBERS, SIDES, measure, rows
+
+
+@pytest.mark.slow
+def test_every_cost_of_both_adapters_is_measured():
+    header, *lines = rows(measure(rounds=1))
+    assert len(lines) == 3 * len(NUMBERS) * len(SIDES)
+    for line in lines:
+        assert min(float(figure) for figure in line[3:7]) > 0, dict(zip(header, line, strict=True))
