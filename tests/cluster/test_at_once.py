@@ -331,8 +331,8 @@ class PlayedEngine(Engine):
         self.taken_back.append(kv_transfer_params)
 
 
-def one_token(finish_reason):
-    choice = {"token_ids": [7], "finish_reason": finish_reason}
+def one_token(finish_reason, token=7):
+    choice = {"token_ids": [token], "finish_reason": finish_reason}
     return msgspec.convert({"choices": [choice]}, Reply)
 
 
@@ -505,6 +505,32 @@ def test_a_token_that_is_drawn_beside_an_error_counts_if_the_client_gets_it(fail
             assert not prefill.taken_back
 
     asyncio.run(play())
+
+
+class CountingEngine(PlayedEngine):
+    """Draws the numbers that follow the last token of the prompt."""
+
+    async def complete(self, body, *_):
+        return one_token("length", body["prompt"][-1] + 1)
+
+    async def stream(self, body, *_):
+        await self.gate.wait()
+        for number in range(body["max_tokens"]):
+            yield one_token(None, body["prompt"][-1] + 1 + number)
+
+
+@pytest.mark.parametrize("at_once", ["never", "always"])
+def test_each_token_reaches_the_client_once(at_once):
+    """At once, the decode engine draws the prefill engine's token again."""
+
+    async def play():
+        _, decode = both = [CountingEngine(name, None) for name in ("prefill", "decode")]
+        replies = HandOver(*pools_of(*both), at_once=at_once).run(request_of([1, 2]))
+        told = (await anext(replies)).token_ids
+        decode.gate.set()
+        return told + [token async for reply in replies for token in reply.token_ids]
+
+    assert asyncio.run(play()) == [3, 4, 5, 6, 7]
 
 
 # ---- reference engines of unequal shapes ---------------------------------------------------------
