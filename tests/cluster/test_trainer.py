@@ -16,6 +16,8 @@ from kvferry.engine.weights_folder import TINY_MODELS
 from kvferry.testing.waiting import WAIT_S, until
 from tests.trainer import Day, draw_prompts, post
 
+pytestmark = pytest.mark.processes
+
 CHANGES = 50
 SEEDS = (0, 1, 2)
 """Three weights: those of two changes ago are not those of now."""

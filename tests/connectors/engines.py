@@ -55,6 +55,18 @@ def passed_on(source: FakeRequest) -> FakeRequest:
     return source
 
 
+def end_leases(engine: FakeEngine) -> None:
+    """Ends the leases of an engine, as if their time were over; nobody has to wait for that."""
+    pull_scheduler(engine).lender.leases.revoke_all()
+
+
+def renew_now(target: FakeEngine, request_id: str) -> None:
+    """A target asks at once whether the lease of a load is still its own."""
+    scheduler = pull_scheduler(target)
+    scheduler.borrower.loads[request_id].pursuit.due = 0.0
+    scheduler.sources.thread.post(lambda: None)
+
+
 def served(pair: Pair, request_id: str) -> None:
     """The pair moves a prompt; every block comes back."""
     request = pair.decode(pair.prefill(request_id, 21))

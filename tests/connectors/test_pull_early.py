@@ -33,7 +33,7 @@ from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.testing.waiting import until
 from kvferry.transports.shm import ShmTransport
-from tests.connectors.engines import KEY, WAIT_S, pull_config
+from tests.connectors.engines import KEY, WAIT_S, pull_config, renew_now
 from tests.connectors.test_pull_chains import FAMILIES
 from tests.connectors.test_pull_staged_geometries import CASES, WithoutProof
 
@@ -242,11 +242,12 @@ def test_a_load_that_is_aborted_leaves_the_prompt_alone() -> None:
 
 
 def test_a_source_that_ends_fails_the_load() -> None:
-    with open_scene(SOURCE, TARGET, handshake_timeout_s=1.0, lease_duration_s=1.0) as scene:
+    with open_scene(SOURCE, TARGET) as scene:
         scene.begin("a", 60, chunk=16)
         load = scene.load("a")
         scene.run(lambda: readable(scene, "a") == 12, "the first part")
         scene.source.close()
+        renew_now(scene.target, "a")
         scene.run(lambda: load.stage is Stage.FINISHED, "the load to fail")
         assert load.failed
 

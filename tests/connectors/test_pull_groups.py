@@ -26,7 +26,7 @@ from kvferry.testing.fake_engine import FakeEngine, Groups
 from kvferry.testing.fake_rank import ContractBrokenError, FakeRequest, Stage
 from kvferry.topology import pair_groups
 from kvferry.topology.windows import first_kept_token
-from tests.connectors.engines import KEY, WAIT_S, retold
+from tests.connectors.engines import KEY, WAIT_S, end_leases, retold
 
 WINDOWS = dict.fromkeys(WINDOWED, WINDOW)
 BYTES_PER_HEAD = 2 * 2 * 4
@@ -49,7 +49,7 @@ def open_pair(open_engine: Callable[..., FakeEngine]) -> OpenPair:
         roles: tuple[str, str] = ("kv_producer", "kv_consumer"),
         **extra: Any,
     ) -> Pair:
-        keys = {"num_blocks": 128, "layer_windows": WINDOWS, "lease_duration_s": 1.0} | extra
+        keys = {"num_blocks": 128, "layer_windows": WINDOWS, "lease_duration_s": 600.0} | extra
         producer, consumer = (
             open_engine(name, groups, role=role, **keys)
             for name, role, groups in zip("pd", roles, geometries, strict=True)
@@ -187,6 +187,7 @@ def test_a_lease_counts_the_blocks_that_are_there(open_pair: OpenPair) -> None:
     (lease,) = fetch_status("127.0.0.1", pair.producer.scheduler.port).leases  # type: ignore[attr-defined]
     # 10 of the layer that sees all; of the others those of the tokens 33 and later.
     assert lease.num_blocks == 10 + 2
+    end_leases(pair.producer)
     pair.settle()
 
 
@@ -273,6 +274,7 @@ def test_blocks_that_could_not_be_filled_are_not_lent_on(open_pair: OpenPair) ->
         pair.finish(request)
         assert not request.failed
         assert (request.response_params is not None) == lends
+        end_leases(pair.consumer)
         pair.settle()
 
 
@@ -285,15 +287,13 @@ def test_what_a_load_left_unfilled_below_a_window_does_not_move_on_as_if_it_were
         (hybrid_group([3], "NHD", size), hybrid_group(WINDOWED, "NHD", size, window=WINDOW))
         for size in block_sizes
     )
-    # Every lease is taken here; a short one would end while a busy machine opens the third engine.
-    patient = {"lease_duration_s": 600.0}
-    pair = open_pair((first, second), roles=("kv_producer", "kv_both"), **patient)
+    pair = open_pair((first, second), roles=("kv_producer", "kv_both"))
     source = pair.prefill("r", num_tokens)
     assert source.response_params is not None
     source.response_params |= {"do_remote_decode": True}
     request = pair.decode(source)
     pair.finish(request)
-    end = open_pair((third, third), roles=("kv_both", "kv_consumer"), **patient).producer
+    end = open_pair((third, third), roles=("kv_both", "kv_consumer")).producer
     onward = Pair(pair.consumer, end, pair.timeout_s)
     last = loaded(onward, request)  # every cell that it calls filled is looked at
     assert last.external_tokens > 0
@@ -363,6 +363,7 @@ def test_other_windows_are_another_model(open_pair: OpenPair) -> None:
     (mismatch,) = request.error.mismatches
     assert "0-2, 4" in mismatch
     assert f"sliding_window {WINDOW + 1}" in mismatch
+    end_leases(pair.producer)
     pair.settle()
 
 

@@ -60,7 +60,7 @@ def test_what_was_half_computed_is_not_lent_and_what_comes_after_is(pair: Pair) 
 
 
 def test_the_handshake_tells_of_the_weights_of_now(open_engine: OpenEngine) -> None:
-    producer = open_engine("p", SOURCE, lease_duration_s=1.0)
+    producer = open_engine("p", SOURCE, lease_duration_s=600.0)
     pair = Pair(producer, open_engine("d", TARGET), 60.0)
     change(producer, "new")
     request = pair.decode(pair.prefill("r", 21))

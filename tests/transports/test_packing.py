@@ -230,11 +230,12 @@ def test_a_reader_that_waits_for_our_device_is_not_silent(server, monkeypatch):
         reader.send(whole(1))
         (served,) = readers_of(server)
         until(lambda: served.parts)
-        monkeypatch.setattr("kvferry.transports.tcp_server.SILENCE_S", 0.2)
         (serving,) = server.server.threads
-        for _ in range(5):
-            serving.mailbox.post(lambda: setattr(serving, "_next_look", 0.0))
-            time.sleep(0.1)
+        with monkeypatch.context() as patch:
+            patch.setattr("kvferry.transports.tcp_server.SILENCE_S", 0.2)
+            for _ in range(5):
+                serving.mailbox.post(lambda: setattr(serving, "_next_look", 0.0))
+                time.sleep(0.1)
         server.device.resume()
         take(reader, 1)
 
