@@ -15,9 +15,7 @@ from kvferry.testing import HostEngine, HostPair
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.processes,
-    pytest.mark.timed(
-        "Handshakes and heartbeats of seconds end while a healthy host waits for the processor."
-    ),
+    pytest.mark.timed("A handshake of 5 s ends while a healthy host waits for the processor."),
 ]
 
 MAX_TOKENS = 6

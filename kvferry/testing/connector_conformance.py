@@ -294,7 +294,16 @@ class ConnectorConformance:
     def test_what_nobody_fetches_comes_back(self, pair: Pair) -> None:
         # Connectors may bound this time in any way: a lease that expires, a copy elsewhere.
         pair.prefill("r", 21)
-        self._settles_and_still_serves(pair)
+        pair.settle()
+
+        def serves(request_id: str) -> bool:
+            request = pair.decode(pair.prefill(request_id, 18))
+            pair.finish(request)
+            return request.external_tokens > 0 and not request.failed
+
+        # Where that time is short, a busy machine fetches some prompts too late.
+        assert any(serves(f"next{number}") for number in range(20))
+        pair.settle()
 
     def _settles_and_still_serves(self, pair: Pair) -> None:
         pair.settle()

@@ -605,7 +605,6 @@ def answers_of_one_engine(cluster):
         ]
 
 
-@pytest.mark.timed("A cluster that takes 250 s to start leaves too little of the limit of 300 s.")
 @pytest.mark.processes
 @pytest.mark.slow
 def test_answers_are_those_of_the_undivided_engine_and_nothing_stays_lent(cluster):
@@ -619,7 +618,6 @@ def test_answers_are_those_of_the_undivided_engine_and_nothing_stays_lent(cluste
     assert "errors.load" not in status_of(cluster, "d0").counters
 
 
-@pytest.mark.timed("A cluster that takes 250 s to start leaves too little of the limit of 300 s.")
 @pytest.mark.processes
 @pytest.mark.slow
 def test_clients_that_go_away_leave_nothing_lent(cluster):

@@ -25,8 +25,6 @@ from kvferry.serving.messages import EngineAddress, Role, RouterSettings
 from kvferry.testing.waiting import WAIT_S, until
 from tests.cluster.conftest import FakeEngine, leave
 
-pytestmark = pytest.mark.timed("Probes of 0.05 s take a busy machine's engine for a dead one.")
-
 
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch):

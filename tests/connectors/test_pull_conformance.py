@@ -7,10 +7,6 @@ import pytest
 from kvferry.config import KVTransferConfig
 from kvferry.testing.connector_conformance import ConnectorConformance, HybridConnectorConformance
 
-pytestmark = pytest.mark.timed(
-    "A lease of 0.5 s ends while a healthy engine waits for the processor."
-)
-
 Configs = tuple[KVTransferConfig, KVTransferConfig]
 
 

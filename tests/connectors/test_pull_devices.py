@@ -74,7 +74,7 @@ def open_one() -> Iterator[OpenPair]:
         ) -> Pair:
             extra = {
                 "cluster_key": "k" * 32,
-                "lease_duration_s": 5.0,
+                "lease_duration_s": 600.0,
                 "handshake_timeout_s": 30.0,
                 "transport": transport,
                 **keys,

@@ -38,6 +38,7 @@ from tests.connectors.engines import (
     SOURCE,
     TARGET,
     WAIT_S,
+    end_leases,
     params_of,
     passed_on,
     pull_scheduler,
@@ -50,15 +51,14 @@ OpenEngine = Callable[..., FakeEngine]
 
 @pytest.fixture
 def pair(open_engine: OpenEngine) -> Pair:
-    """Leases that nobody takes end soon, so that every test can wait for all blocks."""
-    producer = open_engine("p", SOURCE, lease_duration_s=1.0)
+    """Two engines. What nobody takes stays lent until a test ends it."""
+    producer = open_engine("p", SOURCE, lease_duration_s=600.0)
     return Pair(producer, open_engine("d", TARGET), WAIT_S)
 
 
-@pytest.mark.timed("All of it has 10 s.")
 def test_a_lease_given_up_before_the_handshake_has_ended_is_free_as_soon_as_it_has(open_engine):
     producer = open_engine("p", SOURCE, lease_duration_s=600.0)
-    pair = Pair(producer, open_engine("d", TARGET), 10.0)
+    pair = Pair(producer, open_engine("d", TARGET), WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
     pair.consumer.step()  # asks for the lease: the first that the two hear of each other
 
@@ -72,10 +72,9 @@ def rejected(source: FakeRequest, request_id: str) -> FakeRequest:
     return FakeRequest(request_id, (0,), source.response_params)
 
 
-@pytest.mark.timed("All of it has 10 s.")
 def test_a_request_that_the_engines_front_refused_gives_its_lease_back(open_engine):
     producer = open_engine("p", SOURCE, lease_duration_s=600.0)
-    pair = Pair(producer, open_engine("d", TARGET), 10.0)
+    pair = Pair(producer, open_engine("d", TARGET), WAIT_S)
     source = pair.prefill("r", 21)
 
     pull_scheduler(pair.consumer).on_rejected_request(rejected(source, "r"))
@@ -83,7 +82,6 @@ def test_a_request_that_the_engines_front_refused_gives_its_lease_back(open_engi
     pair.settle()
 
 
-@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_refused_request_cannot_give_back_what_another_one_reads(pair: Pair) -> None:
     source = pair.prefill("r", 21)
     request = pair.decode(source)
@@ -116,6 +114,7 @@ def test_a_ticket_signed_with_another_key_is_refused_before_anyone_is_contacted(
     assert fetch_status("127.0.0.1", port_of(pair.producer)).peers == ()
     (event,) = fetch_status("127.0.0.1", port_of(pair.consumer)).errors
     assert "request r: TicketForgedError" in event.message
+    end_leases(pair.producer)
     served(pair, "next")
 
 
@@ -125,10 +124,10 @@ def test_text_that_is_no_ticket_is_refused(pair: Pair, text: str) -> None:
     source.response_params = {"do_remote_prefill": True, "ticket": text}
     with pytest.raises(TicketError, match="ticket"):
         pair.decode(source)
+    end_leases(pair.producer)
     served(pair, "next")
 
 
-@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_fields_beside_the_ticket_are_not_believed(pair: Pair) -> None:
     source = pair.prefill("r", 21)
     assert source.response_params is not None
@@ -139,7 +138,6 @@ def test_fields_beside_the_ticket_are_not_believed(pair: Pair) -> None:
     pair.settle()
 
 
-@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_ticket_serves_one_request_only(pair: Pair) -> None:
     source = pair.prefill("r", 21)
     first = pair.decode(source)
@@ -149,7 +147,6 @@ def test_a_ticket_serves_one_request_only(pair: Pair) -> None:
     pair.settle()
 
 
-@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_shared_ticket_serves_any_number_of_requests_and_engines(
     pair: Pair, open_engine: OpenEngine
 ) -> None:
@@ -203,7 +200,6 @@ def test_a_load_waits_until_every_token_of_its_lease_is_written(
     pair.settle()
 
 
-@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_ticket_does_not_serve_another_prompt(pair: Pair) -> None:
     sources = [pair.prefill("one", 21), pair.prefill("two", 21)]
     sources[0].response_params, sources[1].response_params = (
@@ -212,6 +208,7 @@ def test_a_ticket_does_not_serve_another_prompt(pair: Pair) -> None:
     )
     with pytest.raises(TicketError, match="begins with other tokens"):
         pair.decode(sources[0])
+    end_leases(pair.producer)
     served(pair, "next")
 
 
@@ -227,7 +224,6 @@ def prefill_with(pair: Pair, content: dict[str, str]) -> FakeRequest:
     return source
 
 
-@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 @pytest.mark.parametrize("content", [{}, LORA, BOTH], ids=repr)
 def test_equal_tokens_and_equal_content_are_loaded(pair: Pair, content: dict[str, str]) -> None:
     source = prefill_with(pair, content)
@@ -239,7 +235,6 @@ def test_equal_tokens_and_equal_content_are_loaded(pair: Pair, content: dict[str
     pair.settle()
 
 
-@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 @pytest.mark.parametrize(
     ("theirs", "ours", "differing"),
     [
@@ -269,7 +264,6 @@ def test_equal_tokens_of_other_content_are_refused_with_every_part(
     pair.settle()
 
 
-@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_content_is_asked_for_the_tokens_of_the_ticket_on_both_sides(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +291,6 @@ def test_a_lease_that_nobody_took_in_time_is_not_read(open_engine: OpenEngine) -
     pair.settle()
 
 
-@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 @pytest.mark.parametrize(
     ("tables", "kind", "message"),
     [
@@ -323,7 +316,6 @@ def test_tables_that_cannot_serve_the_load_are_refused_before_a_block_is_allocat
     served(pair, "next")
 
 
-@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_block_that_does_not_exist_fails_the_load_and_nothing_else(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -367,11 +359,10 @@ def source_clock(monkeypatch: pytest.MonkeyPatch) -> ShiftedClock:
     return clock
 
 
-@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_clocks_an_hour_apart_do_not_matter(
     source_clock: ShiftedClock, open_engine: OpenEngine
 ) -> None:
-    producer = open_engine("p", SOURCE, lease_duration_s=1.0)
+    producer = open_engine("p", SOURCE, lease_duration_s=600.0)
     pair = Pair(producer, open_engine("d", TARGET), WAIT_S)
     served(pair, "first")
     source_clock.offset_s = -3600.0 + source_clock.offset_s  # and set back while it runs: no lease
@@ -485,11 +476,10 @@ def test_the_silence_of_an_engine_that_died_is_not_held_against_its_next_start(
     assert consumer.scheduler.silent_peers() == ()
 
 
-@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_restarted_consumer_takes_new_leases_and_the_old_ones_end(
     open_engine: OpenEngine,
 ) -> None:
-    producer = open_engine("p", SOURCE, lease_duration_s=1.0)
+    producer = open_engine("p", SOURCE, lease_duration_s=600.0)
     old = Pair(producer, open_engine("d", TARGET), WAIT_S)
     abandoned = old.decode(old.prefill("abandoned", 21))
     old.run(lambda: abandoned.stage is not Stage.WAITING, "the load to start")
@@ -544,7 +534,6 @@ def test_engines_of_different_models_are_refused_with_every_mismatch_before_a_bl
     assert "rope" in text
 
 
-@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_lease_that_nobody_will_fetch_is_taken_back(pair: Pair) -> None:
     """Before a target has taken it; whoever writes a ticket without its secret takes nothing."""
     source = pair.prefill("r", 21)
@@ -668,7 +657,6 @@ def test_ranks_tell_whether_they_share_a_host_and_not_its_name(pair: Pair) -> No
     assert boot_id() not in host_digest()
 
 
-@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_status_shows_peers_leases_and_transfers(pair: Pair) -> None:
     request = pair.decode(pair.prefill("r", 21))
     pair.prefill("waiting for nobody", 5)

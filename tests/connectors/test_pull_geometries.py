@@ -9,10 +9,6 @@ from kvferry.testing.connector_conformance import ConnectorConformance
 from kvferry.testing.fake_engine import Groups
 from kvferry.topology import EngineGeometry, ParallelShape
 
-pytestmark = pytest.mark.timed(
-    "A lease of 0.5 s ends while a healthy engine waits for the processor."
-)
-
 
 def geometry(block_size: int, layout: str = "NHD", **parallel: int) -> EngineGeometry:
     """4 layers, one KV head: every TP rank holds a replica of it."""

@@ -26,26 +26,26 @@ from kvferry.errors import (
 from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest, Stage
+from kvferry.testing.waiting import until
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.wire_messages import decode_endpoint, encode
-from tests.connectors.engines import SOURCE, TARGET, WAIT_S, passed_on, retold, served
-
-pytestmark = pytest.mark.timed(
-    "Leases of 0.4 to 2 s end while a healthy engine waits for the processor."
+from tests.connectors.engines import (
+    SOURCE,
+    TARGET,
+    WAIT_S,
+    end_leases,
+    passed_on,
+    renew_now,
+    retold,
+    served,
 )
-
-SHORT = {"lease_duration_s": 1.0}
-"""For sources whose leases some test abandons."""
 
 OpenEngine = Callable[..., FakeEngine]
 
 
 def wait_for_lease(load: Any) -> None:
     """Neither engine is stepped meanwhile."""
-    deadline = time.monotonic() + WAIT_S
-    while load.pursuit.standing.state is not PursuitState.HELD:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: load.pursuit.standing.state is PursuitState.HELD, what="the lease")
 
 
 # ---- the sources' thread changes a load between two looks of the scheduler ----------------------
@@ -54,7 +54,7 @@ def wait_for_lease(load: Any) -> None:
 def test_a_load_whose_lease_is_lost_as_it_starts_keeps_its_blocks_until_the_ranks_have_reported(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    producer, consumer = open_engine("p", SOURCE, lease_duration_s=2.0), open_engine("d", TARGET)
+    producer, consumer = open_engine("p", SOURCE), open_engine("d", TARGET)
     pair = Pair(producer, consumer, WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
     allocated: Any = consumer.scheduler.update_state_after_alloc
@@ -62,10 +62,8 @@ def test_a_load_whose_lease_is_lost_as_it_starts_keeps_its_blocks_until_the_rank
     def lost_just_before(*args: Any) -> None:
         load: Any = consumer.scheduler.borrower.loads["r"]  # type: ignore[attr-defined]
         producer.scheduler.lender.leases.revoke([load.lease_id])  # type: ignore[attr-defined]
-        deadline = time.monotonic() + WAIT_S
-        while load.pursuit.standing.state is not PursuitState.LOST:
-            assert time.monotonic() < deadline, "no renewal told that the lease is lost"
-            time.sleep(0.01)
+        renew_now(consumer, "r")
+        until(lambda: load.pursuit.standing.state is PursuitState.LOST, what="a renewal's answer")
         monkeypatch.undo()
         allocated(*args)
 
@@ -103,7 +101,7 @@ class _Changing:
 def test_a_load_that_fails_while_it_is_looked_at_is_not_offered(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), WAIT_S)
+    pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
     scheduler: Any = pair.consumer.scheduler
     load = scheduler.borrower.loads["r"]
@@ -118,6 +116,7 @@ def test_a_load_that_fails_while_it_is_looked_at_is_not_offered(
     pair.settle()
 
 
+@pytest.mark.timed("A lease of 1.5 s must be renewed in time.")
 def test_a_source_that_has_forgotten_us_is_met_again_before_the_lease_expires(
     open_engine: OpenEngine,
 ) -> None:
@@ -126,8 +125,8 @@ def test_a_source_that_has_forgotten_us_is_met_again_before_the_lease_expires(
     load: Any = pair.consumer.scheduler.borrower.loads["r"]  # type: ignore[attr-defined]
     wait_for_lease(load)
     pair.producer.scheduler.server.peers.forget("d")  # type: ignore[attr-defined]
-    until = time.monotonic() + 3.0  # the consumer has no blocks for it yet
-    while time.monotonic() < until:
+    end = time.monotonic() + 3.0  # the consumer has no blocks for it yet
+    while time.monotonic() < end:
         pair.producer.step()
         time.sleep(0.01)
     pair.finish(request)
@@ -166,7 +165,7 @@ def test_a_step_looks_for_answers_once_however_many_requests_wait(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, ended_by: str
 ) -> None:
     target = open_engine("d", TARGET, early_load="off")  # else each state is looked at once more
-    pair = Pair(open_engine("p", SOURCE, **SHORT), target, WAIT_S)
+    pair = Pair(open_engine("p", SOURCE), target, WAIT_S)
     served(pair, "before")  # so there is no news of a handshake, which would be lost here
     sources = [pair.prefill(name, 21) for name in "abc"]
     requests = [pair.decode(source) for source in sources]
@@ -195,7 +194,7 @@ def test_a_step_looks_for_answers_once_however_many_requests_wait(
 def test_a_renewal_answered_after_the_load_has_ended_is_no_news_of_it(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), WAIT_S)
+    pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
     scheduler: Any = pair.consumer.scheduler
     load = scheduler.borrower.loads["r"]
@@ -208,8 +207,7 @@ def test_a_renewal_answered_after_the_load_has_ended_is_no_news_of_it(
         return late
 
     monkeypatch.setattr(scheduler.client, "renew", renew)
-    load.pursuit.due = 0.0
-    scheduler.sources.thread.post(lambda: None)
+    renew_now(pair.consumer, "r")
     assert asked.wait(WAIT_S)
     pair.run(lambda: load.state is LoadState.LOADED, "the ranks")
     late.set_result({load.lease_id: LeaseAnswer.DONE})
@@ -218,11 +216,12 @@ def test_a_renewal_answered_after_the_load_has_ended_is_no_news_of_it(
     pair.settle()
 
 
+@pytest.mark.timed("A source that answers again must grant a lease within 2 s.")
 def test_a_source_that_was_silent_is_not_waited_for_again_until_it_answers(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     consumer = open_engine("d", TARGET, handshake_timeout_s=2.0)
-    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, WAIT_S)
+    pair = Pair(open_engine("p", SOURCE), consumer, WAIT_S)
     scheduler: Any = consumer.scheduler
 
     def unanswered(*_: Any) -> "Future[Any]":
@@ -254,7 +253,7 @@ def test_a_silent_source_that_nobody_asks_any_more_is_named_for_a_while_only(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     consumer = open_engine("d", TARGET, handshake_timeout_s=2.0)
-    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, WAIT_S)
+    pair = Pair(open_engine("p", SOURCE), consumer, WAIT_S)
     scheduler: Any = consumer.scheduler
     sources = scheduler.sources
 
@@ -298,7 +297,7 @@ def test_a_load_waits_for_the_answer_to_a_handshake_though_the_one_before_failed
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     consumer = open_engine("d", TARGET, handshake_timeout_s=0.1)
-    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, WAIT_S)
+    pair = Pair(open_engine("p", SOURCE), consumer, WAIT_S)
     scheduler: Any = consumer.scheduler
     sources = scheduler.sources
     answers: list[Future[Any]] = [Future(), Future()]
@@ -319,11 +318,12 @@ def test_a_load_waits_for_the_answer_to_a_handshake_though_the_one_before_failed
     assert "now it is gone" in str(request.error)
 
 
+@pytest.mark.timed("A handshake of 0.1 s ends while a healthy engine waits for the processor.")
 def test_a_load_waits_for_the_answer_to_a_renewal_though_the_one_before_failed(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     consumer = open_engine("d", TARGET, handshake_timeout_s=0.1)
-    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, WAIT_S)
+    pair = Pair(open_engine("p", SOURCE), consumer, WAIT_S)
     served(pair, "first")  # the two know each other
     scheduler: Any = consumer.scheduler
     sources = scheduler.sources
@@ -352,6 +352,7 @@ def test_a_load_waits_for_the_answer_to_a_renewal_though_the_one_before_failed(
     assert "now it is gone" in str(request.error)
 
 
+@pytest.mark.timed("A progress timeout of 1 s ends before a busy machine has begun the load.")
 def test_a_rank_that_hangs_does_not_keep_the_blocks_of_the_source(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,6 +404,7 @@ def test_a_lease_passes_on_although_its_holders_end_is_noticed_late(
     assert request.external_tokens == 21
 
 
+@pytest.mark.timed("A lease of 2 s must be renewed in time.")
 def test_a_lease_whose_holder_lives_is_waited_for_no_longer_than_it_lasts(
     taken: Callable[..., Any],
 ) -> None:
@@ -420,6 +422,7 @@ def is_past(moment: float) -> bool:
     return time.monotonic() > moment
 
 
+@pytest.mark.timed("A lease of 0.5 s must be renewed in time.")
 def test_a_load_waits_for_a_source_whose_thread_stands_still(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,7 +462,7 @@ def test_a_load_waits_for_a_source_whose_thread_stands_still(
 def test_a_defect_that_ends_the_thread_of_sources_ends_the_engine_and_is_not_waited_for(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), WAIT_S)
+    pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), WAIT_S)
     source = pair.prefill("r", 21)
 
     def broken(*_: Any) -> None:
@@ -476,7 +479,7 @@ def test_a_defect_that_ends_the_thread_of_sources_ends_the_engine_and_is_not_wai
 
 @pytest.mark.parametrize("transport", ["shm", "vm", "tcp"])
 def test_a_connection_that_broke_is_made_again(open_engine: OpenEngine, transport: str) -> None:
-    producer = open_engine("p", SOURCE, transport=transport, **SHORT)
+    producer = open_engine("p", SOURCE, transport=transport)
     pair = Pair(producer, open_engine("d", TARGET, transport=transport), WAIT_S)
     served(pair, "before")
     for worker in pair.consumer.workers:
@@ -487,7 +490,7 @@ def test_a_connection_that_broke_is_made_again(open_engine: OpenEngine, transpor
 
 def test_a_reader_that_had_to_make_room_for_another_comes_back(open_engine: OpenEngine) -> None:
     tcp = {"transport": "tcp", "transport_config": {"tcp": {"max_readers": 6}}}
-    producer = open_engine("p", SOURCE, **tcp, **SHORT)
+    producer = open_engine("p", SOURCE, **tcp)
     one, two = open_engine("d1", TARGET, **tcp), open_engine("d2", TARGET, **tcp)
     for number, consumer in enumerate((one, two, one, two)):
         served(Pair(producer, consumer, WAIT_S), f"r{number}")
@@ -530,12 +533,13 @@ def test_where_the_best_transport_does_not_reach_the_next_one_is_taken(
 
 @pytest.mark.parametrize("host", ["[", "]", "[]"])
 def test_a_ticket_that_names_no_address_is_refused(open_engine: OpenEngine, host: str) -> None:
-    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), WAIT_S)
+    pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), WAIT_S)
     source = pair.prefill("r", 21)
     assert source.response_params is not None
     source.response_params = retold(source.response_params, host=host)
     with pytest.raises(TicketError, match="host:port"):
         pair.decode(source)
+    end_leases(pair.producer)
     served(pair, "next")
 
 
@@ -550,8 +554,8 @@ def test_an_endpoint_with_impossible_numbers_fails_the_loads_from_its_engine_onl
 
     with monkeypatch.context() as patch:
         patch.setattr(TcpTransport, "endpoint", boastful)
-        bad = open_engine("p-bad", SOURCE, transport="tcp", **SHORT)
-    good = open_engine("p-good", SOURCE, transport="tcp", **SHORT)
+        bad = open_engine("p-bad", SOURCE, transport="tcp")
+    good = open_engine("p-good", SOURCE, transport="tcp")
     consumer = open_engine("d", TARGET, transport="tcp")
     request = Pair(bad, consumer, WAIT_S).decode(Pair(bad, consumer, WAIT_S).prefill("r", 21))
     Pair(bad, consumer, WAIT_S).finish(request)

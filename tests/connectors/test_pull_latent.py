@@ -11,10 +11,6 @@ from kvferry.testing.connector_conformance import ConnectorConformance, Pair, op
 from kvferry.testing.fake_engine import Groups
 from kvferry.topology import EngineGeometry, ParallelShape
 
-pytestmark = pytest.mark.timed(
-    "A lease of 0.5 s ends while a healthy engine waits for the processor."
-)
-
 NUM_LAYERS = 8
 HEAD_SIZE = 9
 """Elements of a latent: ``kv_lora_rank + qk_rope_head_dim``."""

@@ -98,7 +98,7 @@ def pair(
 ) -> Iterator[Pair]:
     """Two open engines between which all cells are staged."""
     geometries: tuple[Groups, Groups] = CASES[request.param]
-    configs = pull_configs(lease_duration_s=5.0, record_digests=True)  # a busy machine renews late
+    configs = pull_configs(record_digests=True)
     windows_of = dict.fromkeys(WINDOWED, WINDOW) if isinstance(geometries[0], tuple) else {}
     with (
         temporary_plugin(TRANSPORTS, "shm", WithoutProof),

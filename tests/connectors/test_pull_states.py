@@ -31,10 +31,6 @@ from kvferry.topology import (
 )
 from kvferry.topology.group import GroupGeometry
 
-pytestmark = pytest.mark.timed(
-    "A lease of 0.5 s ends while a healthy engine waits for the processor."
-)
-
 NUM_LAYERS = 5
 ATTENTION = (1, 4)
 RECURRENT = (0, 2, 3)

@@ -60,7 +60,7 @@ def server_stands_still(served, client):
         status.result(WAIT)
 
 
-@pytest.mark.timed("Leases of 0.8 to 2 s end while a healthy target waits for the processor.")
+@pytest.mark.timed("A lease of 0.8 s ends while a healthy target waits for the processor.")
 def test_a_source_whose_thread_stands_still_charges_no_lease_for_it(serve, describe):
     served = serve(leases=LeaseTable(max_blocks=100, duration_s=SHORT_S))
     client = target(served, describe)
@@ -152,7 +152,7 @@ def holder(served, describe, hold_s=0.0):
             process.kill()
 
 
-@pytest.mark.timed("Leases of 0.8 to 2 s end while a healthy target waits for the processor.")
+@pytest.mark.timed("A lease of 2 s ends while a healthy target waits for the processor.")
 def test_a_target_that_never_gets_the_interpreter_lock_keeps_its_lease_and_its_answers(
     serve, describe
 ):
@@ -165,7 +165,7 @@ def test_a_target_that_never_gets_the_interpreter_lock_keeps_its_lease_and_its_a
         assert served.leases.sweep() == []
 
 
-@pytest.mark.timed("Leases of 0.8 to 2 s end while a healthy target waits for the processor.")
+@pytest.mark.timed("A lease of 0.8 s ends while a healthy target waits for the processor.")
 def test_a_target_that_was_stopped_is_cut_off_and_its_lease_expires(serve, describe):
     """Its connection is lost once heartbeats are not answered; a longer lease would show it."""
     options = ControlOptions(heartbeat_s=HEARTBEAT_S)
@@ -181,7 +181,7 @@ def test_a_target_that_was_stopped_is_cut_off_and_its_lease_expires(serve, descr
             time.sleep(0.02)
 
 
-@pytest.mark.timed("Leases of 0.8 to 2 s end while a healthy target waits for the processor.")
+@pytest.mark.timed("A lease of 0.8 s ends while a healthy target waits for the processor.")
 def test_a_target_that_was_killed_has_no_connection_that_would_keep_its_lease(serve, describe):
     served = serve(leases=LeaseTable(max_blocks=100, duration_s=SHORT_S))
     with holder(served, describe) as process:

@@ -114,7 +114,7 @@ def test_a_failing_rank_is_reported_and_blocks_nobody(recorded, tp, pp):
     assert 1 in executor.failures
 
 
-@pytest.mark.timed("Healthy ranks must end a step within 0.5 to 5 s.")
+@pytest.mark.timed("A healthy rank must end a step within 0.5 s.")
 def test_a_silent_rank_is_named_and_blamed(tiny_folder, worker_spec, monkeypatch):
     monkeypatch.setattr(executors, "GRACE_S", 3.0)
     silence, seen = threading.Event(), []
@@ -164,13 +164,12 @@ def test_too_little_memory_from_a_connector_is_refused(
         Executor(spec, in_process=True)
 
 
-@pytest.mark.timed("A thread of another test that ends meanwhile counts.")
 def test_a_rank_that_cannot_start_leaves_no_thread(tmp_path, tiny_folder, worker_spec):
     spec = worker_spec(tiny_folder(), tp=3)
     before = set(threading.enumerate())
     with pytest.raises(ModelError, match="cannot be read"):
         Executor(msgspec.structs.replace(spec, model_folder=str(tmp_path)), in_process=True)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_wrong_extra_keys_are_named(tiny_folder, worker_spec, recording_connector):
@@ -179,11 +178,10 @@ def test_wrong_extra_keys_are_named(tiny_folder, worker_spec, recording_connecto
         Executor(spec, in_process=True)
 
 
-@pytest.mark.timed("A thread of another test that ends meanwhile counts.")
 def test_close_ends_every_thread_and_may_be_repeated(recorded):
     before = set(threading.enumerate())
     executor = recorded(tp=2, pp=2)
     assert len(set(threading.enumerate()) - before) == 4
     executor.close()
     executor.close()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before

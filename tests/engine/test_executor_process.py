@@ -142,7 +142,6 @@ def test_a_rank_that_raises_says_what(tiny_folder, worker_spec, recording_connec
     assert "[tested rank 0] RuntimeError: this connector is broken" in caplog.text
 
 
-@pytest.mark.timed("Healthy ranks must end a step within 0.5 to 5 s.")
 def test_a_rank_that_hangs_is_killed(tiny_folder, worker_spec, recording_connector):
     spec = worker_spec(tiny_folder(), connector=recording_connector(), step_timeout_s=1.0)
     with Executor(spec) as executor:
@@ -151,7 +150,7 @@ def test_a_rank_that_hangs_is_killed(tiny_folder, worker_spec, recording_connect
         assert wait_until_gone(pids_of(executor))
 
 
-@pytest.mark.timed("Healthy ranks must end a step within 0.5 to 5 s.")
+@pytest.mark.timed("A healthy rank must notice within 4 s that its sum has ended.")
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_blamed_and_not_the_neighbour_that_waits_for_it(
     tiny_folder, worker_spec, recording_connector, monkeypatch
@@ -164,7 +163,7 @@ def test_a_rank_that_hangs_is_blamed_and_not_the_neighbour_that_waits_for_it(
         assert "cannot add up" in str(executor.failures[1])
 
 
-@pytest.mark.timed("Healthy ranks must end a step within 0.5 to 5 s.")
+@pytest.mark.timed("Healthy ranks must end a step within 5 s.")
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_while_the_step_waits_and_blamed_at_its_end(
     tiny_folder, worker_spec, monkeypatch

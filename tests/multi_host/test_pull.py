@@ -9,7 +9,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.processes,
     pytest.mark.timed(
-        "Handshakes and heartbeats of seconds end while a healthy host waits for the processor."
+        "A lease of 3 s or a handshake of 4 s ends while a healthy host waits for the processor."
     ),
 ]
 

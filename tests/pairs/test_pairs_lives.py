@@ -115,7 +115,7 @@ def abort_when(pair: Any, name: str, ready: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("moment", ["before", "during", "after"])
 def test_an_abort_gives_every_block_back(open_pair: Any, undivided: Any, moment: str) -> None:
-    pair = open_pair(PREFILL, DECODE, lease_duration_s=2.0)
+    pair = open_pair(PREFILL, DECODE, lease_duration_s=600.0)
     first = pair.prefilled([prompt(60)])[0]
     name = pair.submit(first, prompt(60), MAX_TOKENS)
     if moment == "before":
