@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 
+from kvferry.connectors.base import KVConnectorOutput
 from kvferry.connectors.pull.worker import PullWorker
 from kvferry.layouts.arrays import MemorySpan
 from kvferry.testing.connector_conformance import Pair, open_pair
@@ -71,7 +72,11 @@ def register_again(rank: FakeRank, incarnation: str) -> None:
 
 
 def fall_asleep(engine: FakeEngine, spans: Sequence[tuple[int, int]]) -> None:
-    """The memory of the caches goes."""
+    """The memory of the caches goes, and with it what the engine's own requests have there."""
+    for request in engine.requests.values():
+        # A load that every rank has reported belongs to the engine: its connector cannot fail the
+        # load any more. A busy machine ends a load within the step that began it.
+        engine.preempt(request.request_id)
     engine.scheduler.lender.leases.revoke_all()  # type: ignore[attr-defined]
     for rank in engine.ranks:
         rank.worker.close()
@@ -149,6 +154,34 @@ def test_a_load_that_waits_while_its_engine_sleeps_is_loaded_after(pair: Pair) -
     assert request.error is None
     assert not request.failed
     pair.settle()
+
+
+def test_a_load_that_ended_unreported_before_its_engine_slept_has_failed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = pair.decode(pair.prefill("r", 21))
+    with monkeypatch.context() as patch:
+        for rank in pair.consumer.ranks:
+            patch.setattr(rank.worker, "get_transfer_results", lambda _: KVConnectorOutput())
+        # The source lets its blocks go once every rank has read them, and the load counts.
+        pair.run(lambda: not pair.producer.held, "the ranks to read")
+    assert request.stage is Stage.LOADING
+    sleep(pair.consumer)
+    pair.finish(request)
+    assert request.failed
+    pair.settle()
+    served(pair, "after")
+
+
+def test_a_load_that_was_reported_before_its_engine_slept_is_computed_again(pair: Pair) -> None:
+    request = pair.decode(pair.prefill("r", 21))
+    pair.run(lambda: request.stage is Stage.COMPUTING, "the load to be reported")
+    sleep(pair.consumer)
+    pair.finish(request)
+    assert request.error is None
+    assert not request.external_tokens
+    pair.settle()
+    served(pair, "after")
 
 
 @pytest.mark.parametrize("transport", ["tcp", "vm"])
