@@ -84,16 +84,13 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def pull_configs(
-    request: pytest.FixtureRequest,
-) -> Callable[..., tuple[KVTransferConfig, KVTransferConfig]]:
-    """Makes the configs of two engines' PullConnectors; takes further extra keys."""
-    # One test of the suites waits for the end of a lease that nobody takes. The others take their
-    # leases, on a busy machine late.
-    waits = "nobody_fetches" in request.node.name
+def pull_configs() -> Callable[..., tuple[KVTransferConfig, KVTransferConfig]]:
+    """Makes the configs of two engines' PullConnectors; takes further extra keys. The leases
+    outlast a busy machine: a test that waits for the end of a lease gives ``lease_duration_s``.
+    """
 
     def make(**extra: Any) -> tuple[KVTransferConfig, KVTransferConfig]:
-        keys = {"lease_duration_s": 1.0 if waits else 30.0} | extra
+        keys = {"lease_duration_s": 30.0} | extra
         return pull_config("kv_producer", "p", **keys), pull_config("kv_consumer", "d", **keys)
 
     return make

@@ -8,6 +8,7 @@ from kvferry.config import KVTransferConfig
 from kvferry.testing.connector_conformance import ConnectorConformance
 from kvferry.testing.fake_engine import Groups
 from kvferry.topology import EngineGeometry, ParallelShape
+from tests.connectors.engines import SHORT_LEASE
 
 
 def geometry(block_size: int, layout: str = "NHD", **parallel: int) -> EngineGeometry:
@@ -49,6 +50,8 @@ GEOMETRIES = {
 
 
 class TestGeometriesOverShm(ConnectorConformance):
+    short_lease = SHORT_LEASE
+
     @pytest.fixture(
         params=[
             pytest.param(pair, id=name, marks=[pytest.mark.smoke] * (name == "dcp4-tp2"))

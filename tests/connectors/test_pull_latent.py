@@ -10,6 +10,7 @@ from kvferry.connectors.records import digest_mismatch
 from kvferry.testing.connector_conformance import ConnectorConformance, Pair, open_pair
 from kvferry.testing.fake_engine import Groups
 from kvferry.topology import EngineGeometry, ParallelShape
+from tests.connectors.engines import SHORT_LEASE
 
 NUM_LAYERS = 8
 HEAD_SIZE = 9
@@ -38,6 +39,8 @@ GEOMETRIES = {
 
 
 class TestLatentsOverShm(ConnectorConformance):
+    short_lease = SHORT_LEASE
+
     @pytest.fixture(
         params=[
             pytest.param(pair, id=name, marks=[pytest.mark.smoke] * (name == "tp4-tp2"))

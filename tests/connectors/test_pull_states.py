@@ -30,6 +30,7 @@ from kvferry.topology import (
     split_of_group,
 )
 from kvferry.topology.group import GroupGeometry
+from tests.connectors.engines import SHORT_LEASE
 
 NUM_LAYERS = 5
 ATTENTION = (1, 4)
@@ -109,6 +110,8 @@ GEOMETRIES: dict[str, tuple[Sequence[GroupGeometry], Sequence[GroupGeometry]]] =
 @pytest.mark.smoke
 class TestHybridsOverShm(ConnectorConformance):
     """With a state per block, as a prefix can be a hit only there."""
+
+    short_lease = SHORT_LEASE
 
     @pytest.fixture
     def geometries(self) -> tuple[Groups, Groups]:
