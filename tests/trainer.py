@@ -9,7 +9,7 @@ import httpx
 
 from benchmarks.faults.load import Clients
 from benchmarks.vllm_servers.client import RefusalError
-from kvferry.testing.waiting import until
+from kvferry.testing.waiting import WAIT_S, until
 
 CLIENTS = 4
 NUM_PROMPTS = 12
@@ -30,7 +30,7 @@ def post(url: str, **options: object) -> None:
     Raises:
         AssertionError: the engine refuses.
     """
-    answer = httpx.post(url, timeout=120.0, trust_env=False, **options)  # type: ignore[arg-type]
+    answer = httpx.post(url, timeout=WAIT_S, trust_env=False, **options)  # type: ignore[arg-type]
     assert answer.status_code == 200, answer.text
 
 

@@ -90,7 +90,8 @@ def ask(cluster):
 
 
 def state_of(engine):
-    lines = httpx.get(f"{engine.url}/metrics", trust_env=False).text.splitlines()
+    told = httpx.get(f"{engine.url}/metrics", timeout=WAIT_S, trust_env=False)
+    lines = told.text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in values.items()}
 
@@ -99,18 +100,31 @@ def has_no_blocks_in_use(engine):
     return not state_of(engine)['kvferry_engine_kv_blocks{state="used"}']
 
 
+def pause(engine):
+    """Pauses an engine; the error of an engine whose work does not end says what is left."""
+    try:
+        post(f"{engine.url}/pause", params={"mode": "wait"})
+    except httpx.ReadTimeout as late:
+        state = state_of(engine)
+        live = {name: count for name, count in state.items() if "live_requests" in name}
+        raise AssertionError(f"{engine.name} does not get done with its work: {live}") from late
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a minute, or four beside eight spinning processes per core
 def test_no_answer_of_fifty_changes_mixes_weights(cluster, folders, expected, ask):
     prefill, decode = cluster.engines
 
     def change(number):
-        for each in (prefill, decode):  # D fetches what P has lent, so P is paused first
-            post(f"{each.url}/pause", params={"mode": "wait"})
-        for each in (prefill, decode):
-            source = str(folders[number % len(folders)])
-            post(f"{each.url}/kvferry/weights", json={"source": source})
-        for each in (decode, prefill):
-            post(f"{each.url}/resume")
+        try:
+            for each in (prefill, decode):  # D fetches what P has lent, so P is paused first
+                pause(each)
+            for each in (prefill, decode):
+                source = str(folders[number % len(folders)])
+                post(f"{each.url}/kvferry/weights", json={"source": source})
+        finally:  # after an error too: the test ends once the clients have their answers
+            for each in (decode, prefill):
+                post(f"{each.url}/resume")
 
     with Day(ask, PROMPTS) as day:
         for _ in range(CHANGES):
