@@ -31,7 +31,7 @@ ROOMS: dict[str, int] = {
     "cli": 3150,
     "cluster": 1460,
     "config": 430,
-    "connectors": 4570,
+    "connectors": 4580,
     "control": 2885,
     "engine": 3635,
     "explain": 1730,

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 
 import kvferry.testing.fake_engine as fake_engine
+from kvferry.connectors.pull.renewals import RELEASE_ATTEMPTS
 from kvferry.control import links
 from kvferry.control.client import fetch_descriptions, fetch_status
 from kvferry.control.leases import LeaseTable
@@ -198,6 +200,47 @@ def test_a_load_waits_until_every_token_of_its_lease_is_written(
     assert not request.failed
     assert request.external_tokens == 21
     pair.settle()
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_lease_is_given_back_although_connections_break_before_the_source_has_heard(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    producer = open_engine("p", SOURCE, lease_duration_s=600.0)
+    pair = Pair(producer, open_engine("d", TARGET), WAIT_S)
+    served(pair, "first")  # the engines know each other
+    client = pull_scheduler(pair.consumer).client
+    release, said = client.release, []
+
+    def broken_at_first(*release_of: Any, **how: Any) -> "Future[None]":
+        said.append(release_of)
+        if len(said) > lost:
+            return release(*release_of, **how)
+        future: Future[None] = Future()
+        future.set_exception(PeerLostError("the connection broke"))
+        return future
+
+    monkeypatch.setattr(client, "release", broken_at_first)
+    pair.decode(pair.prefill("r", 21))
+    pair.consumer.abort("r")
+    pair.settle()
+    assert said == (lost + 1) * said[:1]
+
+
+def test_a_release_is_not_repeated_for_ever(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = open_engine("p", SOURCE, lease_duration_s=600.0)
+    pair = Pair(producer, open_engine("d", TARGET), WAIT_S)
+    served(pair, "first")
+    source, client = pair.prefill("r", 21), pull_scheduler(pair.consumer).client
+    broken: Future[None] = Future()
+    broken.set_exception(PeerLostError("the connection broke"))
+    releases: list[object] = []
+    monkeypatch.setattr(client, "release", lambda *_, **__: releases.append(0) or broken)
+    pair.decode(source)
+    pair.consumer.abort("r")
+    assert len(releases) == RELEASE_ATTEMPTS
 
 
 def test_a_ticket_does_not_serve_another_prompt(pair: Pair) -> None:

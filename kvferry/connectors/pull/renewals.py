@@ -22,12 +22,19 @@ from kvferry.errors import (
     LeaseError,
     LeaseRevokedError,
     LeaseTakenError,
+    PeerEndedError,
+    PeerLostError,
     StalledError,
 )
 
 PENDING_RETRY_S = 0.01
 """Seconds until the engine asks again for a lease not available yet. The source, of a release
 before leases could grow, is copying the blocks to host memory."""
+
+RELEASE_ATTEMPTS = 3
+"""Number of times that a source is told of a lease that is given up, if its connection breaks
+before it has answered. A source that does not hear of it keeps the blocks until the lease expires,
+and pauses and drains wait for the lease."""
 
 
 class Renewals:
@@ -108,10 +115,20 @@ class Renewals:
             future = self._client.renew(source.address, description.incarnation, leases)
             future.add_done_callback(partial(self._renewed, source, together))
 
-    def release(self, ticket: Ticket, *, keep: bool = False) -> None:
+    def release(
+        self, ticket: Ticket, *, keep: bool = False, attempts: int = RELEASE_ATTEMPTS
+    ) -> None:
         """Tells the source that a lease is given up; with ``keep`` by this engine alone."""
         leases = {ticket.lease_id: ticket.secret}
-        self._client.release(ticket.address, ticket.incarnation, leases, keep=keep)
+        sent = self._client.release(ticket.address, ticket.incarnation, leases, keep=keep)
+
+        def answered(sent: "Future[None]") -> None:
+            error = sent.exception()
+            ended = isinstance(error, PeerEndedError)  # and with it the lease
+            if attempts > 1 and isinstance(error, PeerLostError) and not ended:
+                self.release(ticket, keep=keep, attempts=attempts - 1)
+
+        sent.add_done_callback(answered)
 
     def told(self, address: str, renewed: Renewed) -> None:
         """Handles news of a source about grown or revoked leases."""

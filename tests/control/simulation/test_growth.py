@@ -53,7 +53,8 @@ class Changing:
         self.world = World(seed)
         self.internet = Internet(self.world, NetworkFaults())
         self.oracle = Oracle(self.world)
-        options = ControlOptions(remembered_leases=LIMIT)
+        # There are few errors, and the first half of them must fill what is remembered.
+        options = ControlOptions(remembered_leases=LIMIT, remembered_errors=LIMIT // 4)
         self.cluster = Cluster(self.world, self.internet, self.oracle, Build(), options)
         self.started = 0
         self.outcomes: Counter[str] = Counter()
