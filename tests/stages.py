@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 RECORD = Path("build/full.json")
-OTHERS = ("0.33.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0")
+VLLM_RELEASES = ("0.33.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0")
 """Releases of vLLM that are served beside the default one."""
 ANEW = "ARGS=--hypothesis-profile anew"
 
@@ -27,7 +27,7 @@ STAGES: dict[str, list[str]] = {
     "quick tests, covered": ["test", f"{ANEW} --cov --cov-report=term:skip-covered"],
     "the rest": ["test-rest"],
     "vLLM": ["test-vllm"],
-    **{f"vLLM {each}": ["test-vllm", "SHORT=1", f"VLLM={each}"] for each in OTHERS},
+    **{f"vLLM {each}": ["test-vllm", "SHORT=1", f"VLLM={each}"] for each in VLLM_RELEASES},
     "SGLang": ["test-sglang"],
     **{f"Python {each}": ["test-python", f"NEWER={each}"] for each in ("3.12", "3.13")},
     "containers": ["test-container"],
