@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from kvferry.errors import DecodeError
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing import TransportConformance
 from kvferry.testing.transport_cases import copy_slowly
+from kvferry.testing.waiting import until
 from kvferry.topology import EngineGeometry, ParallelShape, plan_transfer
 from kvferry.transports import TransferState, TransportOptions, open_transport
 
@@ -67,9 +67,7 @@ def test_a_plan_is_read_through_it_by_name():
         wanted = empty.copy()
         copy_slowly(tiles, runs, [filled], [wanted])
         transfer = reading.read(reading.connect(serving.endpoint()), tiles, runs)
-        deadline = time.monotonic() + 60
-        while not transfer.is_terminal and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: transfer.is_terminal, what=transfer)
         assert transfer.state is TransferState.DONE
         assert wanted.any()
         assert np.array_equal(empty, wanted)

@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig
 from kvferry.testing.connector_conformance import ConnectorConformance
 from kvferry.testing.multi_host_conformance import MultiHostConnectorConformance
+from kvferry.testing.waiting import until
 
 HERE = Path(__file__).parent
 
@@ -133,12 +133,14 @@ def served(prefill, decode, max_tokens: int) -> list[EngineOutput]:
             SamplingParams(max_tokens=max_tokens - 1),
             kv_transfer_params=first.kv_transfer_params,
         )
-    deadline = time.monotonic() + 60
-    while any(answer.finish_reason is None for answer in answers.values()):
-        assert time.monotonic() < deadline
+
+    def have_ended():
         prefill.step()
         for output in decode.step():
             answers[output.request_id] += output
+        return all(answer.finish_reason is not None for answer in answers.values())
+
+    until(have_ended, every_s=0, what="all answers")
     return list(answers.values())
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import subprocess
-import time
 from pathlib import Path
 
 import httpx
@@ -15,6 +14,7 @@ import pytest
 from kvferry.config import KVTransferConfig, parse_struct
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.engine.weights import prepare_model
+from kvferry.testing.waiting import until
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -105,11 +105,12 @@ def running(command: list, log: Path, url: str, **variables: str):
             command, cwd=log.parent, env=environment, stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        deadline = time.monotonic() + 600
-        while not answers(url):
+
+        def is_ready() -> bool:
             assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
+            return answers(url)
+
+        until(is_ready, every_s=0.2, what=lambda: f"{log.read_text()}\nan answer at {url}")
         yield
     finally:
         process.terminate()

@@ -28,6 +28,7 @@ from kvferry.connectors.base import KVConnectorOutput
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.testing.known_cache import CacheDevice
+from kvferry.testing.waiting import WAIT_S
 from kvferry.topology import EngineGeometry, ParallelShape
 from kvferry.topology.sharding import split_of_group
 
@@ -62,7 +63,7 @@ class Pair:
 
     producer: FakeEngine
     consumer: FakeEngine
-    timeout_s: float
+    timeout_s: float = WAIT_S
 
     def run(self, until: Callable[[], bool], what: str) -> None:
         """Steps both engines until a condition holds; fails after the timeout."""
@@ -117,7 +118,7 @@ def open_pair(
     configs: tuple[KVTransferConfig, KVTransferConfig],
     geometries: tuple[Groups, Groups],
     num_blocks: int = 64,
-    timeout_s: float = 60.0,
+    timeout_s: float = WAIT_S,
     layer_windows: Mapping[int, int] | None = None,
     device: CacheDevice | None = None,
 ) -> Iterator[Pair]:
@@ -157,7 +158,7 @@ class ConnectorConformance:
     differs.
     """
 
-    timeout_s: ClassVar[float] = 60.0
+    timeout_s: ClassVar[float] = WAIT_S
     """Seconds after which a wait counts as failed."""
     num_blocks: ClassVar[int] = 64
     """Number of KV blocks per rank."""

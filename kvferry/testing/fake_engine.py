@@ -28,8 +28,17 @@ from kvferry.connectors.base import (
 )
 from kvferry.connectors.registry import connector_context
 from kvferry.errors import KVFerryError
-from kvferry.testing.fake_rank import FakePart, FakeRank, FakeRequest, FakeSchedule, Stage, promise
+from kvferry.testing.fake_rank import (
+    ContractBrokenError,
+    FakePart,
+    FakeRank,
+    FakeRequest,
+    FakeSchedule,
+    Stage,
+    promise,
+)
 from kvferry.testing.known_cache import CacheDevice
+from kvferry.testing.waiting import WAIT_S, NotInTimeError
 from kvferry.topology.description import ModelFingerprint
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.group import GroupGeometry
@@ -432,27 +441,33 @@ class FakeEngine:
                 worker.close()
 
 
+class NeverCameError(ContractBrokenError, NotInTimeError):
+    """Engines were stepped until the time was over, and what the connector owes did not come."""
+
+
 def run(
-    engines: Sequence[FakeEngine], until: Callable[[], bool], *, timeout_s: float, what: str
+    engines: Sequence[FakeEngine],
+    until: Callable[[], bool],
+    *,
+    timeout_s: float = WAIT_S,
+    what: str,
 ) -> None:
     """Steps the engines in turn until a condition holds.
 
     Raises:
-        ContractBrokenError: the condition does not hold after ``timeout_s`` seconds; the message
-            names ``what``.
+        NeverCameError: the condition does not hold after ``timeout_s`` seconds; the message names
+            ``what``.
     """
     deadline = time.monotonic() + timeout_s
     while not until():
-        promise(
-            time.monotonic() < deadline,
-            f"waited {timeout_s:g} s for {what}; "
-            + "; ".join(
+        if time.monotonic() > deadline:
+            states = (
                 f"requests { {id: r.stage.value for id, r in engine.requests.items()} }, "
                 f"blocks kept of {sorted(engine.held)}, "
                 f"pending work {engine.scheduler.has_pending_work()}"
                 for engine in engines
-            ),
-        )
+            )
+            raise NeverCameError(f"waited {timeout_s:g} s for {what}; {'; '.join(states)}")
         computed = [engine.step() for engine in engines]
         if not any(computed):
             time.sleep(0.001)

@@ -7,6 +7,7 @@ Faults affect only the link between the two engines; the client's links stay goo
 ``engine`` and ``serve``.
 """
 
+import contextlib
 import http.client
 import os
 import re
@@ -26,13 +27,12 @@ from kvferry.connectors.records import digest_mismatch
 from kvferry.serving.messages import EngineSettings
 from kvferry.serving.metrics import Records, RequestSummary
 from kvferry.testing.hosts import Host, HostProcess, Network
+from kvferry.testing.waiting import NotInTimeError, until
 
 DTYPE = "float64"
 """Dtype whose rounding is too small to change a sampled token when the order of sums changes."""
 HTTP_PORT = 8000
 """HTTP port of every engine, on the address of the engine's host."""
-START_TIMEOUT_S = 150.0
-"""Seconds within which an engine must serve."""
 LOG_LINES = 20
 """Number of log lines in a message about an engine's death."""
 
@@ -117,17 +117,19 @@ class HostEngine:
             AssertionError: the engine ended, or does not serve in time; quotes the engine's log.
         """
         assert self._process is not None
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            try:
+        process = self._process
+
+        def lines() -> str:
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+
+        def serves() -> bool:
+            with contextlib.suppress(OSError):
                 if self._ask("GET", "/health")[0] == 200:
-                    return
-            except OSError:
-                pass
-            lines = "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-            assert self._process.poll() is None, f"{self.host.name} ended:\n{lines}"
-            assert time.monotonic() < deadline, f"{self.host.name} does not serve:\n{lines}"
-            time.sleep(0.1)
+                    return True
+            assert process.poll() is None, f"{self.host.name} ended:\n{lines()}"
+            return False
+
+        until(serves, what=lambda: f"{lines()}\n{self.host.name}")
 
     def complete(
         self, prompt: Sequence[int], max_tokens: int, params: Mapping[str, Any], offset: int = 0
@@ -265,6 +267,7 @@ class HostPair:
             for engine in (self.prefill, self.decode)
             if (blocks := engine.used_blocks())
         }:
-            assert time.monotonic() < deadline, f"KV blocks that never came back: {used}"
+            if time.monotonic() > deadline:
+                raise NotInTimeError(f"KV blocks that never came back: {used}")
             time.sleep(0.1)
         self.is_settled = True

@@ -15,15 +15,20 @@ class NotInTimeError(AssertionError):
 
 
 def until(
-    condition: Callable[[], T], limit_s: float = WAIT_S, *, what: str = "what is waited for"
+    condition: Callable[[], T],
+    limit_s: float = WAIT_S,
+    *,
+    what: object = "what is waited for",
+    every_s: float = 0.02,
 ) -> T:
     """Waits until ``condition()`` is true, and returns its value.
 
     Args:
-        condition: is called again and again.
+        condition: is called again and again; may do the work that is waited for.
         limit_s: seconds after which the wait ends; another value than :data:`WAIT_S` is for tests
             of limits.
-        what: names what is waited for, in the error.
+        what: names what is waited for, in the error; a function is called for it.
+        every_s: seconds between two calls.
 
     Raises:
         NotInTimeError: the value is still false after ``limit_s``.
@@ -31,6 +36,7 @@ def until(
     deadline = time.monotonic() + limit_s
     while not (found := condition()):
         if time.monotonic() > deadline:
-            raise NotInTimeError(f"{what} did not come within {limit_s:g} s")
-        time.sleep(0.02)
+            name = what() if callable(what) else what
+            raise NotInTimeError(f"{name} did not come within {limit_s:g} s")
+        time.sleep(every_s)
     return found

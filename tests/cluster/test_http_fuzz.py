@@ -39,7 +39,7 @@ from kvferry.router.router import Router
 from kvferry.serving import connections, web
 from kvferry.serving.connections import Connections
 from kvferry.serving.messages import EngineAddress, RouterSettings
-from kvferry.testing.waiting import WAIT_S
+from kvferry.testing.waiting import WAIT_S, NotInTimeError
 from tests.cluster.fuzzing import HttpRequest, Line, nearly_http
 from tests.engine.simulated import open_connected
 from tests.engine.toy_cache import reference_tokens
@@ -331,7 +331,8 @@ async def settled(pair):
         while not await asyncio.to_thread(member.is_settled):
             unread, pair.inside.unread = pair.inside.unread, []
             await pair.take_back(itertools.chain(*map(lent_in, unread)))
-            assert time.monotonic() < deadline, member.leases.snapshot()
+            if time.monotonic() > deadline:
+                raise NotInTimeError(f"leases: {member.leases.snapshot()}")
             await asyncio.sleep(0.01)
     for engine in pair.router.members:
         assert (engine.outstanding, engine.lent, engine._waits) == (0, 0, set())

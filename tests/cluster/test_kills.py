@@ -21,7 +21,7 @@ from kvferry.cluster.launcher import Cluster
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
-from kvferry.testing.waiting import until
+from kvferry.testing.waiting import WAIT_S, until
 from tests.load import Load, tokens_in
 
 pytestmark = [
@@ -38,7 +38,6 @@ KILLS = int(os.environ.get("KILLS", "6"))
 CLIENTS = 3
 MAX_TOKENS = 250
 """So many that an engine is still drawing when its metrics are looked at."""
-WAIT_S = 300.0
 TRIES = 5
 """Requests of which one must be seen in the state that a test wants."""
 LIVE = "kvferry_engine_live_requests"

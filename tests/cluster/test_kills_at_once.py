@@ -17,9 +17,9 @@ from kvferry.cluster.launcher import Cluster
 from kvferry.config import ClusterConfig
 from kvferry.control.client import fetch_status
 from kvferry.errors import KVFerryError
-from kvferry.testing.waiting import until
+from kvferry.testing.waiting import WAIT_S, until
 from tests.cluster import test_kills
-from tests.cluster.test_kills import TRIES, WAIT_S, Killable
+from tests.cluster.test_kills import TRIES, Killable
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.processes]
 

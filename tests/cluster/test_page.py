@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-import time
 from urllib.parse import quote
 
 import httpx
@@ -12,7 +11,7 @@ import pytest
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import RequestTrace, TracePart
 from kvferry.control.server import ControlServer
-from kvferry.testing.waiting import WAIT_S
+from kvferry.testing.waiting import WAIT_S, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -61,11 +60,7 @@ class Browser:
 
     def until(self, script, *args):
         """Waits until a script returns something true, and returns that."""
-        deadline = time.monotonic() + WAIT_S
-        while not (found := self.run(script, *args)):
-            assert time.monotonic() < deadline, (script, self.text("body"))
-            time.sleep(0.05)
-        return found
+        return until(lambda: self.run(script, *args), what=lambda: (script, self.text("body")))
 
     def text(self, selector):
         return self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)

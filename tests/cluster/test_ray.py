@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import msgspec
@@ -31,6 +30,7 @@ from kvferry.serving.messages import (
     Ready,
 )
 from kvferry.testing.ray_hosts import start_ray
+from kvferry.testing.waiting import WAIT_S, until
 from tests.cluster.test_starved import REQUESTS, prompt, undivided
 from tests.load import Load, tokens_in
 
@@ -235,7 +235,6 @@ def test_a_ray_cluster_that_is_not_there_is_told(address, error, words, monkeypa
 
 # ---- real clusters over hosts -------------------------------------------------------------------
 
-WAIT_S = 600.0
 TEST_S = 1500
 """Of a whole test; Ray alone needs a minute on a busy machine."""
 PORT = 8000
@@ -290,11 +289,13 @@ class Served:
 
     def says(self, words):
         """Waits until it has said this."""
-        deadline = time.monotonic() + WAIT_S
-        while words not in (said := self.said.read_text()):
-            assert self.process.poll() is None, said
-            assert time.monotonic() < deadline, said
-            time.sleep(0.2)
+
+        def has_said():
+            said = self.said.read_text()
+            assert words in said or self.process.poll() is None, said
+            return words in said
+
+        until(has_said, every_s=0.2, what=lambda: f"{words!r} in {self.said.read_text()}")
 
     def ask(self, method, path, body=None, statuses=(200,)):
         """The content of an answer, whose status is one of these."""
@@ -320,15 +321,14 @@ class Served:
 
     def urls(self, number):
         """Waits until so many engines are ready for the router; returns name → URL of each."""
-        deadline = time.monotonic() + WAIT_S
-        while True:
+
+        def ready():
             health = self.ask("GET", "/health", statuses=(200, 503))  # 503: not enough are ready
             engines = msgspec.json.decode(health)["engines"]
             found = {one["name"]: one["url"] for one in engines if one["state"] == "ready"}
-            if len(found) == number:
-                return found
-            assert time.monotonic() < deadline, engines
-            time.sleep(0.2)
+            return found if len(found) == number else None
+
+        return until(ready, every_s=0.2, what=f"{number} engines that are ready")
 
     def stop(self):
         self.process.send_signal(signal.SIGTERM)

@@ -13,7 +13,7 @@ from kvferry.router.answer import TextCodec
 from kvferry.router.router import Router
 from kvferry.router.router_client import RouterClient
 from kvferry.serving.messages import EngineAddress, RouterSettings
-from kvferry.testing.waiting import until
+from kvferry.testing.waiting import WAIT_S, until
 from tests.cluster.test_starved import REQUESTS, ask, undivided
 from tests.load import Load
 
@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.timed("Four clusters serve at o
 
 ROUNDS = int(os.environ.get("SCALE_ROUNDS", "1"))
 CLIENTS = 4
-WAIT_S = 240.0
 
 
 def engine(role, number):

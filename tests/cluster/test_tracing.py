@@ -5,7 +5,6 @@ import gzip
 import socket
 import subprocess
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,10 +14,9 @@ import pytest
 from kvferry.cluster.launcher import Cluster
 from kvferry.config import ClusterConfig
 from kvferry.observe.spans import checked_traceparent
-from kvferry.testing.waiting import until
+from kvferry.testing.waiting import WAIT_S, until
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-WAIT_S = 300.0
 
 
 def trace_id(traceparent):
@@ -88,10 +86,10 @@ class Collector:
                     self.spans.setdefault(key, []).append(span)
 
     def until(self, *keys):
-        deadline = time.monotonic() + WAIT_S
-        while missing := [key for key in keys if key not in self.spans]:
-            assert time.monotonic() < deadline, (missing, sorted(self.spans))
-            time.sleep(0.1)
+        until(
+            lambda: all(key in self.spans for key in keys),
+            what=lambda: f"{keys} beside {sorted(self.spans)}",
+        )
 
     def close(self):
         self._server.shutdown()

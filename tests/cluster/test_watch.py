@@ -36,7 +36,7 @@ from kvferry.router.snapshot import (
     request_view,
     snapshot_of,
 )
-from kvferry.testing.waiting import WAIT_S, until
+from kvferry.testing.waiting import WAIT_S, NotInTimeError, until
 
 OURS = """\
 # HELP kvferry_engine_live_requests Live requests
@@ -283,7 +283,8 @@ def first_snapshot(setup, condition=lambda _: True):
         for snapshot in found:
             if condition(snapshot):
                 return snapshot
-            assert time.monotonic() < deadline, snapshot
+            if time.monotonic() > deadline:
+                raise NotInTimeError(f"the condition does not hold: {snapshot}")
     finally:
         found.close()
     raise AssertionError("the stream has ended")

@@ -12,8 +12,6 @@ from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest
 
 KEY = "k" * 32
-WAIT_S = 60.0
-"""Seconds to wait for what is bound to come; far more than it takes."""
 SHORT_LEASE = {"lease_duration_s": 1.0}
 """Keys for tests that wait for the end of a lease which nobody takes."""
 SOURCE = small_geometry("HND", 4, tp=2)

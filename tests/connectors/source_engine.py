@@ -21,7 +21,7 @@ from kvferry.topology import EngineGeometry, ParallelShape
 def computed(engine: FakeEngine, request_id: str, num_tokens: int) -> FakeRequest:
     """Computes a prompt that is to be decoded elsewhere."""
     request = engine.add(request_id, prompt(num_tokens, request_id), REMOTE_DECODE)
-    run([engine], lambda: request.stage is Stage.FINISHED, timeout_s=60.0, what="the prompt")
+    run([engine], lambda: request.stage is Stage.FINISHED, what="the prompt")
     return request
 
 
@@ -30,7 +30,7 @@ def answer(engine: FakeEngine, command: dict[str, Any]) -> dict[str, Any]:
     if "prefill" in command:
         request = computed(engine, command["prefill"], command["num_tokens"])
         return {"params": request.response_params, "tokens": request.output_token_ids}
-    run([engine], lambda: engine.is_idle, timeout_s=60.0, what="every lease to end")
+    run([engine], lambda: engine.is_idle, what="every lease to end")
     engine.check_memory()
     return {"held": engine.num_blocks - 1 - engine.num_free_blocks}
 

@@ -17,8 +17,8 @@ from kvferry.control.tickets import TransferId, verify
 from kvferry.errors import PeerEndedError, PeerLostError, TicketError, TicketExpiredError
 from kvferry.testing.fake_engine import run
 from kvferry.testing.fake_rank import FakeRequest, Stage
-from kvferry.testing.waiting import until
-from tests.connectors.engines import KEY, SOURCE, TARGET, WAIT_S
+from kvferry.testing.waiting import WAIT_S, until
+from tests.connectors.engines import KEY, SOURCE, TARGET
 
 TOKENS = tuple(range(1000, 1021))
 KEYS = KEY.encode()

@@ -27,8 +27,9 @@ from kvferry.testing.connector_conformance import (
 )
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
+from kvferry.testing.waiting import WAIT_S
 from kvferry.topology.group import GroupGeometry
-from tests.connectors.engines import KEY, WAIT_S, pull_config
+from tests.connectors.engines import KEY, pull_config
 from tests.connectors.test_pull_states import RECURRENT, attention, recurrent
 
 TOKENS = tuple(range(1000, 1100))

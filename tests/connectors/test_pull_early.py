@@ -31,9 +31,9 @@ from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.connector_conformance import WINDOW, WINDOWED, small_geometry
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
-from kvferry.testing.waiting import until
+from kvferry.testing.waiting import WAIT_S, until
 from kvferry.transports.shm import ShmTransport
-from tests.connectors.engines import KEY, WAIT_S, pull_config, renew_now
+from tests.connectors.engines import KEY, pull_config, renew_now
 from tests.connectors.test_pull_chains import FAMILIES
 from tests.connectors.test_pull_staged_geometries import CASES, WithoutProof
 

@@ -34,12 +34,12 @@ from kvferry.errors import (
 from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_engine import FakeEngine, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
+from kvferry.testing.waiting import WAIT_S, until
 from kvferry.transports.local import boot_id, host_digest
 from tests.connectors.engines import (
     KEY,
     SOURCE,
     TARGET,
-    WAIT_S,
     end_leases,
     params_of,
     passed_on,
@@ -462,10 +462,10 @@ def test_a_consumer_may_start_before_its_producer(open_engine: OpenEngine, free_
     consumer = open_engine("d", TARGET, peers=[f"127.0.0.1:{free_port}"])
     time.sleep(0.3)
     producer = open_engine("p", SOURCE, kv_port=free_port)
-    deadline = time.monotonic() + WAIT_S
-    while not fetch_status("127.0.0.1", free_port).peers:
-        assert time.monotonic() < deadline, "no handshake although nobody sent a request"
-        time.sleep(0.02)
+    until(
+        lambda: fetch_status("127.0.0.1", free_port).peers,
+        what="a handshake, although nobody sends a request,",
+    )
     served(Pair(producer, consumer, WAIT_S), "r")
 
 

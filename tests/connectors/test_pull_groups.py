@@ -24,9 +24,10 @@ from kvferry.testing.connector_conformance import (
 )
 from kvferry.testing.fake_engine import FakeEngine, Groups
 from kvferry.testing.fake_rank import ContractBrokenError, FakeRequest, Stage
+from kvferry.testing.waiting import WAIT_S
 from kvferry.topology import pair_groups
 from kvferry.topology.windows import first_kept_token
-from tests.connectors.engines import KEY, WAIT_S, end_leases, retold
+from tests.connectors.engines import KEY, end_leases, retold
 
 WINDOWS = dict.fromkeys(WINDOWED, WINDOW)
 BYTES_PER_HEAD = 2 * 2 * 4

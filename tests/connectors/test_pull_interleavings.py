@@ -26,13 +26,12 @@ from kvferry.errors import (
 from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest, Stage
-from kvferry.testing.waiting import until
+from kvferry.testing.waiting import WAIT_S, until
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.wire_messages import decode_endpoint, encode
 from tests.connectors.engines import (
     SOURCE,
     TARGET,
-    WAIT_S,
     end_leases,
     passed_on,
     renew_now,
@@ -148,11 +147,12 @@ def test_the_lease_of_a_source_that_is_known_is_had_while_no_other_thread_runs(
     stopped.wait(WAIT_S)
     try:
         request = pair.decode(source)
-        deadline = time.monotonic() + WAIT_S
-        while scheduler.get_num_new_matched_tokens(request, 0) == (None, False):
-            assert time.monotonic() < deadline, "no lease"
+
+        def is_had() -> bool:
             scheduler.has_news()  # a step ends
-            time.sleep(0.001)
+            return bool(scheduler.get_num_new_matched_tokens(request, 0) != (None, False))
+
+        until(is_had, every_s=0.001, what="the lease")
     finally:
         go_on.set()
     pair.finish(request)

@@ -1,8 +1,7 @@
 """The loads of one rank, whose source, transfers and control client the test moves."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,9 +18,8 @@ from kvferry.connectors.pull.peer import Move, SourcePeer
 from kvferry.control.messages import FinishAnswer
 from kvferry.control.tickets import Ticket
 from kvferry.errors import CancelledError, PeerLostError
+from kvferry.testing.waiting import WAIT_S, until
 from kvferry.transports.base import Transfer, TransferState
-
-WAIT_S = 60.0
 
 
 class _Client:
@@ -151,16 +149,9 @@ class Scene:
             ended.extend(self.loads.take_ended())
             return bool(ended)
 
-        wait_until(has_ended)
+        until(has_ended)
         (load,) = ended
         return load
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -176,7 +167,7 @@ def test_what_was_lost_with_one_connection_is_all_repeated_over_the_next_one(
     scene.meet(monkeypatch, num_pairs=3, placed=True)
     scene.loads.start(scene.spec("lease"))
     (first,) = scene.wire.connections
-    wait_until(lambda: len(first.transfers) == 3)
+    until(lambda: len(first.transfers) == 3)
 
     first.close()
 
@@ -204,12 +195,12 @@ def test_each_part_of_a_load_is_repeated_once_over_whichever_connection_it_lost(
     assert scene.wait_for_one().error is None
 
     scene.loads.read_on(replace(early, readable=None))
-    wait_until(lambda: len(second.transfers) == 2)
+    until(lambda: len(second.transfers) == 2)
     second.close()
 
-    wait_until(lambda: len(scene.wire.connections) == 3)
+    until(lambda: len(scene.wire.connections) == 3)
     third = scene.wire.connections[2]
-    wait_until(lambda: len(third.transfers) == 1)
+    until(lambda: len(third.transfers) == 1)
     third.transfers[0].stop(TransferState.DONE)
     assert scene.wait_for_one().error is None
 
@@ -236,7 +227,7 @@ def test_a_load_is_not_given_up_because_an_older_start_of_its_engine_is_gone(
     restarted.set()
 
     assert isinstance(scene.wait_for_one().error, PeerLostError)  # the old one
-    wait_until(lambda: bool(scene.wire.connections and scene.wire.connections[0].transfers))
+    until(lambda: bool(scene.wire.connections and scene.wire.connections[0].transfers))
     scene.wire.connections[0].transfers[0].stop(TransferState.DONE)
     ended = scene.wait_for_one()
     assert (ended.spec.ticket.lease_id, ended.error) == ("new", None)
@@ -256,7 +247,7 @@ def test_only_a_long_load_that_is_staged_is_started_by_another_thread(
     scene.meet(monkeypatch, placed=placed)
     scene.loads.start(scene.spec("lease", num_tokens=num_tokens))
     (connection,) = scene.wire.connections
-    wait_until(lambda: bool(connection.transfers))
+    until(lambda: bool(connection.transfers))
     assert (scene.wire.readers == [threading.current_thread()]) is by_the_caller
     connection.transfers[0].stop(TransferState.DONE)
     assert scene.wait_for_one().error is None
@@ -403,4 +394,4 @@ def test_what_depends_on_time_is_looked_at_soon_even_if_a_load_begins_in_an_idle
 ) -> None:
     """Nobody wakes the thread for a short load; it must not be asleep for longer than it may."""
     monkeypatch.setattr(loads_module, "IDLE_S", 1000.0)
-    wait_until(lambda: scene.polls >= 4)
+    until(lambda: scene.polls >= 4)

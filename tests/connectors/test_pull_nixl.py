@@ -19,11 +19,11 @@ from kvferry.lifetimes import Closing
 from kvferry.testing.connector_conformance import GEOMETRIES, open_pair, prompt
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
+from kvferry.testing.waiting import WAIT_S, until
 from kvferry.topology import EngineGeometry, ParallelShape
 from kvferry.transports.nixl import NixlTransport
 from kvferry.transports.nixl_reader import NixlPeer, SharedAgent
 from kvferry.transports.staging import StagingNumbers
-from tests.connectors.engines import WAIT_S
 from tests.load import stop
 
 pytestmark = [
@@ -80,10 +80,10 @@ def staging_of(engine: FakeEngine) -> list[StagingNumbers]:
 
 
 def wait_until_staging_is_free(engine: FakeEngine) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while any(numbers.used_bytes or numbers.quarantined_bytes for numbers in staging_of(engine)):
-        assert time.monotonic() < deadline, staging_of(engine)
-        time.sleep(0.01)
+    until(
+        lambda: not any(n.used_bytes or n.quarantined_bytes for n in staging_of(engine)),
+        what=lambda: f"free staging memory, {staging_of(engine)},",
+    )
 
 
 @pytest.mark.parametrize("ways", list(ENGINE_CONFIGS))
@@ -218,16 +218,17 @@ def wait_until_half_way(consumer: FakeEngine, request: FakeRequest) -> None:
         what="its admission",
     )
     assert request.stage is Stage.LOADING, request.error
-    deadline = time.monotonic() + WAIT_S
     loaders = [worker.cache.loads for worker in consumer.workers]  # type: ignore[attr-defined]
     consumer.step()  # now the ranks have heard of it
-    while True:
-        assert time.monotonic() < deadline, "no load was caught on its way"
+
+    def is_half_way() -> bool:
         bytes_of = [loader.progress().get(request.request_id, (0, 0)) for loader in loaders]
-        if all(done > 0 for done, _ in bytes_of):
-            assert all(done < of for done, of in bytes_of), "the gate does not hold it"
-            return
-        time.sleep(0.001)
+        if not all(done > 0 for done, _ in bytes_of):
+            return False
+        assert all(done < of for done, of in bytes_of), "the gate does not hold it"
+        return True
+
+    until(is_half_way, every_s=0.001, what="a load on its way")
 
 
 def finish(consumer: FakeEngine, request: FakeRequest) -> None:

@@ -14,23 +14,23 @@ from kvferry.observe.records import MAX_ERROR_CHARS, MAX_RANKS, REMEMBERED, Requ
 from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest
+from kvferry.testing.waiting import WAIT_S
 from tests.connectors.engines import SOURCE, TARGET, params_of
 
 OpenEngine = Callable[..., FakeEngine]
-WAIT = 30.0
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture
 def pair(open_engine: OpenEngine) -> Pair:
     producer = open_engine("p", SOURCE, lease_duration_s=600.0)
-    return Pair(producer, open_engine("d", TARGET), WAIT)
+    return Pair(producer, open_engine("d", TARGET), WAIT_S)
 
 
 def told(engine: FakeEngine, request_id: str) -> TraceReply:
     """What an engine answers over its control channel."""
     with ControlClient(engine_id="test", incarnation="test") as client:
-        return client.trace(f"127.0.0.1:{engine.scheduler.port}", request_id).result(WAIT)  # type: ignore[attr-defined]
+        return client.trace(f"127.0.0.1:{engine.scheduler.port}", request_id).result(WAIT_S)  # type: ignore[attr-defined]
 
 
 def trace_of(engine: FakeEngine, request_id: str) -> RequestTrace:

@@ -12,6 +12,7 @@ from kvferry.control.messages import RequestTrace
 from kvferry.observe.spans import MAX_WAITING, RequestSpan, Spans
 from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_rank import Stage
+from kvferry.testing.waiting import WAIT_S
 from tests.connectors.engines import SOURCE, TARGET, params_of
 
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
@@ -21,7 +22,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import (
     InMemorySpanExporter,
 )
 
-WAIT = 30.0
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -59,7 +59,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 @pytest.fixture
 def pair(collector: Collector, open_engine: Any) -> Pair:
-    return Pair(open_engine("p", SOURCE), open_engine("d", TARGET), WAIT)
+    return Pair(open_engine("p", SOURCE), open_engine("d", TARGET), WAIT_S)
 
 
 def traced(pair: Pair, parent: str, request_id: str = "r") -> None:
@@ -155,7 +155,7 @@ def test_an_aborted_load_is_told_once(pair: Pair, collector: Collector) -> None:
 
 def test_a_step_waits_for_no_span(collector: Collector) -> None:
     spans, blocked = collector.open(), threading.Event()
-    spans._mailbox.post(lambda: blocked.wait(WAIT))
+    spans._mailbox.post(lambda: blocked.wait(WAIT_S))
     asked = []
     trace = RequestTrace(request_id="r", started=1.0, seconds=1.0, outcome="stop", parts=())
 

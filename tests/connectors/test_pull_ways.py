@@ -20,12 +20,13 @@ from kvferry.testing.fake_rank import Stage
 from kvferry.testing.faults import lossy_transport
 from kvferry.testing.known_cache import KnownCache
 from kvferry.testing.unfenced import ReadGate, unfenced_transport
+from kvferry.testing.waiting import WAIT_S, until
 from kvferry.topology import EngineGeometry, ParallelShape
 from kvferry.transports.registry import transport_class
 from kvferry.transports.shm import ShmTransport
 from kvferry.transports.staged import Staging
 from kvferry.transports.staging import StagingNumbers
-from tests.connectors.engines import WAIT_S, pull_config
+from tests.connectors.engines import pull_config
 
 SOURCE, TARGET = small_geometry("HND", 4, tp=2), small_geometry("NHD", 6, pp=2)
 LARGE = EngineGeometry(
@@ -103,13 +104,6 @@ def staging_of(engine: FakeEngine) -> list[StagingNumbers]:
     return [worker.cache.target.staging.numbers for worker in engine.workers]  # type: ignore[attr-defined]
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
-
-
 def quarantined(engine: FakeEngine) -> int:
     return sum(numbers.quarantined_bytes for numbers in staging_of(engine))
 
@@ -126,9 +120,9 @@ def connections_of(engine: FakeEngine) -> list[Any]:
 
 def settle_staging(engine: FakeEngine) -> None:
     """Waits until every slot is back."""
-    wait_until(
+    until(
         lambda: all(not (n.used_bytes or n.quarantined_bytes) for n in staging_of(engine)),
-        f"slots did not come back: {staging_of(engine)}",
+        what=lambda: f"every slot, {staging_of(engine)},",
     )
 
 
@@ -195,10 +189,10 @@ def abort_in_the_middle_of(
     try:
         request = pair.decode(pair.prefill("r", 21))
         pair.run(lambda: request.stage is Stage.LOADING, "its admission")
-        wait_until(lambda: bool(begun), f"{name} was not called")
+        until(lambda: bool(begun), what=f"the call of {name}")
         pair.consumer.abort("r")
-        until = time.monotonic() + 0.3
-        while time.monotonic() < until:
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
             pair.consumer.step()
             pair.producer.step()
             assert pair.consumer.held, "its blocks are free while they are being written to"
@@ -322,7 +316,7 @@ def start_held_load(pair: Pair, read_gate: ReadGate) -> Any:
     request = pair.decode(pair.prefill("r", 21))
     read_gate.hold()
     pair.run(lambda: request.stage is Stage.LOADING, "its admission")
-    wait_until(lambda: read_gate.held > 0, "no read was started")
+    until(lambda: read_gate.held > 0, what="a read")
     return request
 
 
@@ -344,9 +338,9 @@ def test_an_aborted_load_is_reported_while_its_reads_go_on_and_they_land_in_quar
     pair.consumer.abort("r")
     pair.settle()
     assert quarantined(pair.consumer) > 0
-    wait_until(
+    until(
         lambda: any(connection.closed for connection in connections_of(pair.consumer)),
-        "the connection of a peer that stands still is kept",
+        what="the end of the connection to a peer that stands still",
     )
     release_and_settle(pair, read_gate)
 
@@ -380,7 +374,7 @@ def test_loads_are_refused_while_quarantine_holds_the_staging_memory_and_served_
     pair = open_one((LARGE, LARGE), staging_bytes=4096, stall_timeout_s=1.0)
     request = start_held_load(pair, read_gate)
     pair.finish(request)
-    wait_until(lambda: quarantined(pair.consumer) > 0, "the read was not given up")
+    until(lambda: quarantined(pair.consumer) > 0, what="the end of the read")
     assert quarantined(pair.consumer) <= 2048, "a source fills half of it at most"
     # Those that come after it get a slot at a time, which they lose as well.
     errors: list[str] = []
@@ -414,7 +408,7 @@ def test_a_source_that_stands_still_does_not_keep_another_ones_loads_from_the_st
         stopped = Pair(opened("kv_producer", "stopped"), consumer, WAIT_S)
         well = Pair(opened("kv_producer", "well"), consumer, WAIT_S)
         stands = start_held_load(stopped, read_gate)
-        wait_until(lambda: staging_of(consumer)[0].waiting > 0, "it would take more")
+        until(lambda: staging_of(consumer)[0].waiting > 0, what="a read that waits")
         read_gate.let_new_pass()
         for id in ("a", "b"):
             request = well.decode(well.prefill(id, 21))

@@ -11,9 +11,9 @@ from kvferry.errors import KVFerryError
 from kvferry.testing.connector_conformance import Pair, prompt
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest, Stage
-from kvferry.testing.waiting import until
+from kvferry.testing.waiting import WAIT_S, until
 from kvferry.zeromq import curve_keypair
-from tests.connectors.engines import SOURCE, TARGET, WAIT_S, retold, served
+from tests.connectors.engines import SOURCE, TARGET, retold, served
 from tests.wrong_turns import assert_all_are_provoked, assert_told
 
 OpenEngine = Callable[..., FakeEngine]

@@ -22,10 +22,11 @@ from kvferry.control.links import ZmqNetwork
 from kvferry.control.messages import FinishAnswer, LeaseAnswer
 from kvferry.control.options import ControlOptions
 from kvferry.errors import CancelledError, PeerLostError
+from kvferry.testing.waiting import WAIT_S, until
 from tests.load import stop
 
-WAIT = 60  # seconds; far more than anything here takes
-PATIENT = ControlOptions(request_timeout_s=120.0)  # what is forgotten is not found by its timeout
+PATIENT = ControlOptions(request_timeout_s=2 * WAIT_S)
+"""With these, what is forgotten is not found by its timeout."""
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def met(serve, describe):
     served = serve()
     description = describe("decode-0", "d1")
     client = served.client(description, PATIENT)
-    client.handshake(served.address, description).result(WAIT)
+    client.handshake(served.address, description).result(WAIT_S)
     return served, client
 
 
@@ -63,7 +64,7 @@ def test_calls_that_become_overdue_one_after_the_other_are_all_given_up():
             time.sleep(SECOND_LOOK_S * 0.6)
         for future in futures:
             with pytest.raises(PeerLostError, match="request_timeout_s"):
-                future.result(WAIT)
+                future.result(WAIT_S)
     context.destroy(linger=0)
 
 
@@ -71,13 +72,13 @@ def keep_asking(client, served, seed, calls, barrier):
     """Bursts of calls, whose ends every thread waits for; between them nothing wakes anybody."""
     rng = random.Random(seed)
     while calls > 0:
-        barrier.wait(WAIT)
+        barrier.wait(WAIT_S)
         burst = [ask(client, served, rng.randrange(1000)) for _ in range(rng.randrange(4))]
         while rng.random() < 0.5:
             client.pump()
             time.sleep(rng.random() * 2e-4)
         for future, expected in burst:
-            assert future.result(WAIT) == expected
+            assert future.result(WAIT_S) == expected
         calls -= 1
 
 
@@ -136,7 +137,7 @@ def test_thousands_of_calls_at_once_are_all_answered(met):
         thread.join()
     assert len(asked) == 4000
     for future, expected in asked:
-        assert future.result(WAIT) == expected
+        assert future.result(WAIT_S) == expected
 
 
 def test_every_call_that_is_made_while_the_client_is_closed_ends(met):
@@ -146,7 +147,7 @@ def test_every_call_that_is_made_while_the_client_is_closed_ends(met):
 
     def keep_calling():
         try:
-            while not asked or not isinstance(asked[-1].exception(WAIT), CancelledError):
+            while not asked or not isinstance(asked[-1].exception(WAIT_S), CancelledError):
                 asked.append(client.status(served.address))
                 asked.append(served.finish(client, "lease"))
         except BaseException as error:
@@ -160,7 +161,7 @@ def test_every_call_that_is_made_while_the_client_is_closed_ends(met):
     for thread in threads:
         thread.join()
     assert failures == []
-    assert {type(future.exception(WAIT)) for future in asked} <= {type(None), CancelledError}
+    assert {type(future.exception(WAIT_S)) for future in asked} <= {type(None), CancelledError}
 
 
 @pytest.fixture
@@ -171,13 +172,13 @@ def busy(met):
 
     def hold(future):
         entered.set()
-        over.wait(2 * WAIT)
+        over.wait(2 * WAIT_S)
 
     with source() as (router, address):
         held = client.finish(address, "i", "lease", b"s", rank=0, ok=True, nonce=b"n")
         held.add_done_callback(hold)
         answer_one(router)
-        assert entered.wait(WAIT)
+        assert entered.wait(WAIT_S)
         yield served, client
         over.set()
 
@@ -187,7 +188,7 @@ def source():
     """A ROUTER that answers nothing by itself, and its address."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
-        router.rcvtimeo = WAIT * 1000
+        router.rcvtimeo = int(WAIT_S * 1000)
         yield router, f"127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
 
 
@@ -199,12 +200,15 @@ def answer_one(router):
     router.send_multipart([who, messages.encode(answer)])
 
 
-def is_pumped(client, future, wait_s=WAIT):
+def pump_until_done(client, future):
     """Waits for a future as a step thread does."""
-    deadline = time.monotonic() + wait_s
-    while not future.done() and time.monotonic() < deadline:
-        client.pump()
-    return future.done()
+
+    def is_done():
+        if not future.done():
+            client.pump()
+        return future.done()
+
+    until(is_done, every_s=0, what="the answer")
 
 
 def test_who_pumps_gets_an_answer_that_the_clients_thread_has_no_time_for(busy):
@@ -212,7 +216,7 @@ def test_who_pumps_gets_an_answer_that_the_clients_thread_has_no_time_for(busy):
     threads = []
     finished = served.finish(client, served.grant(0))
     finished.add_done_callback(lambda future: threads.append(threading.current_thread()))
-    assert is_pumped(client, finished)
+    pump_until_done(client, finished)
     assert threads == [threading.current_thread()]
     assert client.pump() is False
 
@@ -220,14 +224,20 @@ def test_who_pumps_gets_an_answer_that_the_clients_thread_has_no_time_for(busy):
 def test_a_broken_connection_is_replaced_by_whoever_sends_next(busy, serve):
     served, client = busy
     open_call = served.finish(client, "lost")
-    assert is_pumped(client, open_call)
+    pump_until_done(client, open_call)
     served.server.close()
     again = serve(engine_id=served.description.engine_id, port=served.server.port)
-    for _ in range(2 * WAIT):  # until this process has been told that the connection ended
-        answer = client.status(again.address)
-        if is_pumped(client, answer, 0.5):
-            break
-    assert answer.result(0).incarnation == again.incarnation
+    answers: list[Any] = []
+
+    def is_told():
+        """Calls go to the connection of before until this process knows that it has ended."""
+        if not answers or answers[-1].done():
+            answers.append(client.status(again.address))
+        client.pump()
+        return answers[-1].done() and answers[-1].exception() is None
+
+    until(is_told, every_s=0, what="an answer of the server's next start")
+    assert answers[-1].result(0).incarnation == again.incarnation
 
 
 @pytest.mark.timed("A handshake must be answered within 1 s.")
@@ -235,11 +245,11 @@ def test_answers_that_came_in_time_are_found_by_a_thread_that_wakes_late(serve, 
     served = serve()
     description = describe("decode-0", "d1")
     client = served.client(description, ControlOptions(request_timeout_s=1.0))
-    client.handshake(served.address, description).result(WAIT)
+    client.handshake(served.address, description).result(WAIT_S)
     status = client.status(served.address)
     status.add_done_callback(lambda future: time.sleep(2.0))  # on the client's thread, or on ours
     finished = served.finish(client, served.grant(0))
-    assert finished.result(WAIT) == FinishAnswer.HELD
+    assert finished.result(WAIT_S) == FinishAnswer.HELD
 
 
 STOPPED = """
@@ -260,7 +270,7 @@ def test_a_process_that_was_stopped_finds_the_answers_that_came_meanwhile():
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             try:
-                assert router.poll(WAIT * 1000)
+                assert router.poll(int(WAIT_S * 1000))
                 stop(process.pid)
                 answer_one(router)
                 time.sleep(3.5)  # longer than the client's patience
@@ -287,7 +297,7 @@ def test_a_call_is_given_up_only_if_two_looks_find_no_answer():
 
         def answered():
             answer_one(router)
-            assert select.select(descriptors, [], [], WAIT)[0]
+            assert select.select(descriptors, [], [], WAIT_S)[0]
 
         with connection.lock:
             assert [connection.send(call) for call in calls] == [[], [], []]
@@ -346,8 +356,8 @@ def test_a_call_without_an_answer_ends_in_time_though_others_are_answered(serve,
     with source() as (_, address):
         for pause in (0.0, 0.2, 0.8, 1.2):
             time.sleep(pause)
-            client.status(served.address).result(WAIT)
+            client.status(served.address).result(WAIT_S)
             began = time.monotonic()
             with pytest.raises(PeerLostError, match="no answer within"):
-                client.status(address).result(WAIT)
+                client.status(address).result(WAIT_S)
             assert time.monotonic() - began > 0.9

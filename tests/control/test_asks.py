@@ -18,8 +18,8 @@ from kvferry.control.tickets import (
     verify,
 )
 from kvferry.errors import HandshakeNeededError, TicketError, TicketForgedError
+from kvferry.testing.waiting import WAIT_S
 
-WAIT = 60  # seconds; far more than anything here takes
 KEY = b"k" * 32
 ADDRESS = "10.0.0.1:14579"
 
@@ -246,7 +246,7 @@ def test_hostile_asks_cost_bounded_memory(key, clock):
 def open_target(served, describe, told, engine_id="decode-0"):
     description = describe(engine_id, "d1")
     client = served.client(description)
-    client.handshake(served.address, description).result(WAIT)
+    client.handshake(served.address, description).result(WAIT_S)
     client.listen(lambda address, news: told.put(news))
     return client
 
@@ -258,7 +258,7 @@ def test_the_ticket_comes_unasked_and_only_the_transfer_opens_its_secret(serve, 
     transfer = TransferId.begin(served.address, key)
 
     def ask():
-        return client.ask(served.address, served.incarnation, transfer).result(WAIT)
+        return client.ask(served.address, served.incarnation, transfer).result(WAIT_S)
 
     assert ask().state is AskState.UNKNOWN
     served.server.expect(transfer)
@@ -266,7 +266,7 @@ def test_the_ticket_comes_unasked_and_only_the_transfer_opens_its_secret(serve, 
     lease_id = served.grant()
     ticket = ticket_of(served, lease_id)
     served.server.lend(transfer, ticket)
-    news = told.get(timeout=WAIT)
+    news = told.get(timeout=WAIT_S)
     assert (news.id, news.transfer_id, news.state) == (0, transfer.transfer_id, AskState.LENT)
     veiled = verify(news.ticket, key)
     assert veiled.secret != ticket.secret
@@ -282,9 +282,9 @@ def test_who_waits_hears_at_once_that_nothing_comes(serve, describe, key):
     client = open_target(served, describe, told)
     transfer = TransferId.begin(served.address, key)
     served.server.expect(transfer)
-    client.ask(served.address, served.incarnation, transfer).result(WAIT)
+    client.ask(served.address, served.incarnation, transfer).result(WAIT_S)
     served.server.deny(transfer, "request r has ended (abort)")
-    news = told.get(timeout=WAIT)
+    news = told.get(timeout=WAIT_S)
     assert (news.state, news.reason) == (AskState.NEVER, "request r has ended (abort)")
 
 
@@ -293,7 +293,7 @@ def test_an_ask_without_a_right_is_answered_never_and_noted(serve, describe):
     told: queue.Queue[Asked] = queue.Queue()
     client = open_target(served, describe, told)
     false = TransferId.begin(served.address, b"x" * 32)
-    answer = client.ask(served.address, served.incarnation, false).result(WAIT)
+    answer = client.ask(served.address, served.incarnation, false).result(WAIT_S)
     assert answer.state is AskState.NEVER
     assert "does not prove that the router sent it" in answer.reason
     assert served.server.status().counters["errors.authority"] == 1
@@ -309,11 +309,11 @@ def test_a_stranger_who_repeats_an_ask_does_not_keep_its_news_from_the_asker(ser
     transfer = TransferId.begin(served.address, KEY)
     served.server.expect(transfer)
     for one in (client, stranger):
-        one.ask(served.address, served.incarnation, transfer).result(WAIT)
+        one.ask(served.address, served.incarnation, transfer).result(WAIT_S)
     ticket = ticket_of(served, served.grant())
     served.server.lend(transfer, ticket)
-    assert told.get(timeout=WAIT).state is AskState.LENT
-    assert verify(overheard.get(timeout=WAIT).ticket, KEY).secret != ticket.secret
+    assert told.get(timeout=WAIT_S).state is AskState.LENT
+    assert verify(overheard.get(timeout=WAIT_S).ticket, KEY).secret != ticket.secret
 
 
 def test_an_ask_to_another_start_of_the_source_needs_a_handshake(serve, describe):
@@ -321,4 +321,4 @@ def test_an_ask_to_another_start_of_the_source_needs_a_handshake(serve, describe
     told: queue.Queue[Asked] = queue.Queue()
     client = open_target(served, describe, told)
     with pytest.raises(HandshakeNeededError):
-        client.ask(served.address, "p0", TransferId.begin(served.address, KEY)).result(WAIT)
+        client.ask(served.address, "p0", TransferId.begin(served.address, KEY)).result(WAIT_S)

@@ -31,8 +31,7 @@ from kvferry.control.messages import (
 from kvferry.control.options import ControlOptions
 from kvferry.control.server import ControlService
 from kvferry.errors import DecodeError
-
-WAIT = 60
+from kvferry.testing.waiting import WAIT_S
 
 
 @pytest.fixture(scope="session")
@@ -63,8 +62,8 @@ def requests(describe, hybrid):
 def dealer(served):
     with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
         raw.linger = 0
-        raw.rcvtimeo = WAIT * 1000
-        raw.sndtimeo = WAIT * 1000
+        raw.rcvtimeo = int(WAIT_S * 1000)
+        raw.sndtimeo = int(WAIT_S * 1000)
         raw.connect(f"tcp://{served.address}")
         yield raw
 
@@ -79,10 +78,10 @@ def confirm_works(served, describe):
     """A whole life of a lease on the same listener."""
     description = describe("good", "g1")
     client = served.client(description)
-    client.handshake(served.address, description).result(WAIT)
+    client.handshake(served.address, description).result(WAIT_S)
     lease_id = served.grant()
     future = served.finish(client, lease_id)
-    assert future.result(WAIT) == FinishAnswer.HELD
+    assert future.result(WAIT_S) == FinishAnswer.HELD
     client.close()
 
 
@@ -146,14 +145,14 @@ def test_an_oversized_message_ends_only_its_own_connection(serve, describe):
     served = serve(options=ControlOptions(max_message_bytes=100_000))
     description = describe("good", "g0")
     client = served.client(description)
-    client.handshake(served.address, description).result(WAIT)
+    client.handshake(served.address, description).result(WAIT_S)
     with dealer(served) as raw:
         monitor = raw.get_monitor_socket(zmq.Event.DISCONNECTED)
         raw.send(b"x" * 100_001)
-        assert monitor.poll(WAIT * 1000), "the connection was not ended"
+        assert monitor.poll(int(WAIT_S * 1000)), "the connection was not ended"
         raw.disable_monitor()
         monitor.close()
-    assert client.status(served.address).result(WAIT).ready
+    assert client.status(served.address).result(WAIT_S).ready
     confirm_works(served, describe)
 
 
@@ -180,9 +179,9 @@ def test_a_bug_in_an_answer_is_noted_and_the_next_request_is_served(serve, descr
     served.leases.renew = bug
     description = describe("d", "i")
     client = served.client(description)
-    client.handshake(served.address, description).result(WAIT)
+    client.handshake(served.address, description).result(WAIT_S)
     with pytest.raises(Exception, match="a bug of ours"):
-        served.renew(client, "a").result(WAIT)
+        served.renew(client, "a").result(WAIT_S)
     del served.leases.renew
     confirm_works(served, describe)
     assert served.server.status().counters["errors.internal"] == 1
@@ -198,7 +197,7 @@ def test_a_peer_that_reads_no_answers_stops_nobody(serve, describe):
         request = messages.encode(StatusRequest(id=1))
         for _ in range(20_000):
             raw.send(request, zmq.NOBLOCK)
-        report = fetch_status("127.0.0.1", served.server.port, timeout_s=WAIT)
+        report = fetch_status("127.0.0.1", served.server.port, timeout_s=WAIT_S)
         assert report.ready
     confirm_works(served, describe)
 

@@ -11,9 +11,8 @@ from kvferry.config import KVEventsConfig
 from kvferry.control import cache_events
 from kvferry.control.cache_events import CacheEventPublisher, CacheEventSubscriber
 from kvferry.errors import DecodeError, HostError, PortInUseError
+from kvferry.testing.waiting import WAIT_S, until
 from tests.publishers import FREE, publishers
-
-TIMEOUT_S = 60.0
 
 
 def removed(number):
@@ -57,20 +56,21 @@ def subscribe():
 
 def first_heard(publisher, subscriber):
     """Publishes until the subscription has reached the publisher; returns how many it took."""
-    deadline = time.monotonic() + TIMEOUT_S
     count = 0
-    while time.monotonic() < deadline:
+
+    def heard():
+        nonlocal count
         publisher.publish([removed(count)])
         count += 1
-        received = subscriber.receive(0.02)
-        if received is not None:
-            return count, received
-    pytest.fail("no batch arrived")
+        return subscriber.receive(0.02)
+
+    received = until(heard, every_s=0, what="a batch")
+    return count, received
 
 
 def receive_all(subscriber):
     """Receives batches until no more comes."""
-    while subscriber.receive(TIMEOUT_S) is not None:
+    while subscriber.receive(WAIT_S) is not None:
         pass
 
 
@@ -85,7 +85,7 @@ def test_late_listener_gets_every_batch_from_the_first_on(open_publisher, subscr
         publisher.publish([removed(count)])
         count += 1
         received = subscriber.receive(0.02)
-    news = [received] + [subscriber.receive(TIMEOUT_S) for _ in range(count - 1)]
+    news = [received] + [subscriber.receive(WAIT_S) for _ in range(count - 1)]
     assert [each.number for each in news] == list(range(count))
     assert [hashes(each) for each in news] == [[number] for number in range(count)]
     assert all(each.is_gapless for each in news)
@@ -99,7 +99,7 @@ def test_listener_is_told_what_was_published_before_it_though_nothing_follows(
     for number in range(5):
         publisher.publish([removed(number)])
     subscriber = subscribe(publisher)
-    news = [subscriber.receive(TIMEOUT_S) for _ in range(5)]
+    news = [subscriber.receive(WAIT_S) for _ in range(5)]
     assert [each.number for each in news] == list(range(5))
     assert all(each.is_gapless for each in news)
     assert subscriber.receive(0.0) is None
@@ -121,7 +121,7 @@ def test_each_batch_arrives_once_whether_replays_or_news_bring_it(open_publisher
         if number % 3 and (received := subscriber.receive(0.001 * (number % 5))) is not None:
             heard.append(received)
     while len(heard) < 200:
-        heard.append(subscriber.receive(TIMEOUT_S))
+        heard.append(subscriber.receive(WAIT_S))
     assert subscriber.receive(0.2) is None
     assert [each.number for each in heard] == list(range(200))
     assert all(each.is_gapless for each in heard)
@@ -132,10 +132,10 @@ def test_what_was_lost_before_a_silence_arrives(open_publisher, subscribe):
     publisher = open_publisher()
     subscriber = subscribe(publisher)
     publisher.publish([removed(0)])
-    assert subscriber.receive(TIMEOUT_S).number == 0
+    assert subscriber.receive(WAIT_S).number == 0
     fall_silent(publisher)
     publisher.publish([removed(1)])
-    received = subscriber.receive(TIMEOUT_S)
+    received = subscriber.receive(WAIT_S)
     assert (received.number, received.is_gapless) == (1, True)
 
 
@@ -147,13 +147,13 @@ def test_engine_started_anew_shows_in_silence(open_publisher, subscribe, count):
     for number in range(3):
         publisher.publish([removed(number)])
     subscriber = subscribe(publisher)
-    assert [subscriber.receive(TIMEOUT_S).number for _ in range(3)] == [0, 1, 2]
+    assert [subscriber.receive(WAIT_S).number for _ in range(3)] == [0, 1, 2]
     publisher.close()
     again = open_publisher(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
     fall_silent(again)
     for number in range(count):
         again.publish([removed(1000 + number)])
-    news = [subscriber.receive(TIMEOUT_S) for _ in range(count)]
+    news = [subscriber.receive(WAIT_S) for _ in range(count)]
     assert [hashes(each) for each in news] == [[1000 + number] for number in range(count)]
     assert [each.is_gapless for each in news] == [False] + [True] * (count - 1)
 
@@ -163,12 +163,12 @@ def test_replay_that_no_longer_has_the_last_batch_is_a_gap(open_publisher, subsc
     publisher = open_publisher(buffer_steps=2)
     publisher.publish([removed(0)])
     subscriber = subscribe(publisher)
-    assert subscriber.receive(TIMEOUT_S).number == 0
+    assert subscriber.receive(WAIT_S).number == 0
     fall_silent(publisher)
     with publisher.replay.lock:  # both at once
         for number in range(1, 3):
             publisher.replay.kept.append((number, packed(number)))
-    news = [subscriber.receive(TIMEOUT_S) for _ in range(2)]
+    news = [subscriber.receive(WAIT_S) for _ in range(2)]
     assert [(each.number, each.is_gapless) for each in news] == [(1, False), (2, True)]
 
 
@@ -187,7 +187,7 @@ def test_only_the_youngest_batches_are_kept(open_publisher, subscribe):
     subscriber = subscribe(publisher)
     _, first = first_heard(publisher, subscriber)
     assert not first.is_gapless
-    second = subscriber.receive(TIMEOUT_S)
+    second = subscriber.receive(WAIT_S)
     assert second.is_gapless
     assert second.number == first.number + 1
     assert first.number >= 10 - 3
@@ -200,7 +200,7 @@ def test_engine_started_anew_is_a_gap(open_publisher, subscribe):
     while count < 50:
         publisher.publish([removed(count)])
         count += 1
-    while subscriber.receive(TIMEOUT_S).number < count - 1:
+    while subscriber.receive(WAIT_S).number < count - 1:
         pass
     publisher.close()
     again = open_publisher(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
@@ -209,7 +209,7 @@ def test_engine_started_anew_is_a_gap(open_publisher, subscribe):
     assert received.number == 0
     assert hashes(received) == [1000]
     assert not received.is_gapless
-    assert subscriber.receive(TIMEOUT_S).is_gapless
+    assert subscriber.receive(WAIT_S).is_gapless
 
 
 def test_listener_hears_the_topics_it_asked_for(open_publisher, subscribe):
@@ -229,7 +229,7 @@ def test_step_without_events_sends_nothing(open_publisher, subscribe):
     publisher.publish([AllBlocksCleared()])
     last = None
     while last is None or not isinstance(last.batch.events[0], AllBlocksCleared):
-        last = subscriber.receive(TIMEOUT_S)
+        last = subscriber.receive(WAIT_S)
     assert last.number == count
 
 
@@ -240,7 +240,7 @@ def test_frames_are_those_of_vllms_publisher(open_publisher):
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(publisher.replay_endpoint)
         dealer.send_multipart((b"", bytes(8)))
-        assert dealer.poll(int(TIMEOUT_S * 1000))
+        assert dealer.poll(int(WAIT_S * 1000))
         empty, topic, number, batch = dealer.recv_multipart()
         assert (empty, topic, number) == (b"", b"t", bytes(8))
         ts, events, rank = msgspec.msgpack.decode(batch)
@@ -249,7 +249,7 @@ def test_frames_are_those_of_vllms_publisher(open_publisher):
             [{"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU"}],
             0,
         )
-        assert dealer.poll(int(TIMEOUT_S * 1000))
+        assert dealer.poll(int(WAIT_S * 1000))
         assert dealer.recv_multipart() == [b"", b"", b"\xff" * 8, b""]
 
 
@@ -296,17 +296,19 @@ def test_what_is_no_batch_is_a_named_error_and_the_next_one_arrives(frames):
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
         with CacheEventSubscriber(f"tcp://127.0.0.1:{port}") as subscriber:
             good = (b"", bytes(8), msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=[])))
-            deadline = time.monotonic() + TIMEOUT_S
-            while subscriber.receive(0.02) is None:
-                assert time.monotonic() < deadline
+
+            def is_heard():
                 publisher.send_multipart(good)
+                return subscriber.receive(0.02) is not None
+
+            until(is_heard, every_s=0, what="a batch")
             publisher.send_multipart(frames)
             publisher.send_multipart(
                 (b"", bytes(8), msgspec.msgpack.encode(KVEventBatch(ts=2.0, events=[])))
             )
             with pytest.raises(DecodeError, match="KV cache events: "):
                 receive_all(subscriber)  # of the good ones more may be on the way
-            received = subscriber.receive(TIMEOUT_S)
+            received = subscriber.receive(WAIT_S)
             assert received is not None
             assert received.batch.ts == 2.0
 

@@ -28,25 +28,24 @@ from kvferry.errors import (
     PortInUseError,
     ProtocolError,
 )
-
-WAIT = 60  # seconds; far more than anything here takes
+from kvferry.testing.waiting import WAIT_S, until
 
 
 def target(served, describe, engine_id="decode-0", incarnation="d1", **shape):
     """A client whose engine has shaken hands with the served one."""
     description = describe(engine_id, incarnation, **shape)
     client = served.client(description)
-    client.handshake(served.address, description).result(WAIT)
+    client.handshake(served.address, description).result(WAIT_S)
     return client
 
 
 def renew(client, served, *lease_ids):
-    return served.renew(client, *lease_ids).result(WAIT)
+    return served.renew(client, *lease_ids).result(WAIT_S)
 
 
 def finish(client, served, lease_id, rank=0, ok=True):
     future = served.finish(client, lease_id, rank=rank, ok=ok)
-    return future.result(WAIT)
+    return future.result(WAIT_S)
 
 
 def test_the_holder_of_a_lease_is_told_unasked_that_it_has_grown_or_is_revoked(serve, describe):
@@ -60,18 +59,18 @@ def test_the_holder_of_a_lease_is_told_unasked_that_it_has_grown_or_is_revoked(s
 
     client.listen(listen)
     lease_id = served.leases.grant("r", 1, num_tokens=8, writers=(0, 1)).lease_id
-    renewed = client.renew(served.address, served.incarnation, served.keys(lease_id)).result(WAIT)
+    renewed = client.renew(served.address, served.incarnation, served.keys(lease_id)).result(WAIT_S)
     held = {lease_id: LeaseAnswer.HELD}
     assert (renewed.states, renewed.written) == (held, {lease_id: 0})
     served.server.written(lease_id, 0, 5)
     served.server.written(lease_id, 1, 8)
-    address, news = told.get(timeout=WAIT)
+    address, news = told.get(timeout=WAIT_S)
     assert (address, news.states, news.written) == (served.address, held, {lease_id: 5})
     served.server.written(lease_id, 0, 8)
-    _, news = told.get(timeout=WAIT)
+    _, news = told.get(timeout=WAIT_S)
     assert (news.states, news.written) == (held, {})
     served.server.revoke([lease_id])
-    _, news = told.get(timeout=WAIT)
+    _, news = told.get(timeout=WAIT_S)
     assert (news.states, news.written) == ({lease_id: LeaseAnswer.REVOKED}, {})
 
 
@@ -90,7 +89,7 @@ def test_a_lease_that_ends_while_its_renewal_is_answered_is_not_said_to_be_whole
         return states
 
     monkeypatch.setattr(served.leases, "renew", take_and_revoke)
-    renewed = client.renew(served.address, served.incarnation, served.keys(lease_id)).result(WAIT)
+    renewed = client.renew(served.address, served.incarnation, served.keys(lease_id)).result(WAIT_S)
     assert (renewed.states, renewed.written) == ({lease_id: LeaseAnswer.REVOKED}, {})
 
 
@@ -122,7 +121,7 @@ def test_a_handshake_brings_the_description_of_the_other_side(serve, describe):
     served = serve()
     description = describe("decode-0")
     client = served.client(description)
-    assert client.handshake(served.address, description).result(WAIT) == served.description
+    assert client.handshake(served.address, description).result(WAIT_S) == served.description
 
 
 def test_before_it_has_a_description_the_server_says_ask_later(serve, describe):
@@ -130,13 +129,13 @@ def test_before_it_has_a_description_the_server_says_ask_later(serve, describe):
     description = describe("decode-0")
     client = served.client(description)
     with pytest.raises(NotReadyError, match="still starting") as raised:
-        client.handshake(served.address, description).result(WAIT)
+        client.handshake(served.address, description).result(WAIT_S)
     assert not isinstance(raised.value, HandshakeNeededError)
-    assert not client.status(served.address).result(WAIT).ready
+    assert not client.status(served.address).result(WAIT_S).ready
     served.server.set_description(served.description)
-    client.handshake(served.address, description).result(WAIT)
-    assert client.status(served.address).result(WAIT).ready
-    assert client.status(served.address).result(WAIT).errors == ()
+    client.handshake(served.address, description).result(WAIT_S)
+    assert client.status(served.address).result(WAIT_S).ready
+    assert client.status(served.address).result(WAIT_S).errors == ()
 
 
 def test_a_description_of_somebody_else_is_not_served(serve, describe):
@@ -150,14 +149,14 @@ def test_an_engine_that_does_not_fit_is_refused_with_every_mismatch(serve, descr
     description = describe("decode-0", model=fingerprint(weights_digest="w1", rope="x"))
     client = served.client(description)
     with pytest.raises(IncompatibleError) as raised:
-        client.handshake(served.address, description).result(WAIT)
+        client.handshake(served.address, description).result(WAIT_S)
     assert raised.value.peer == served.description.engine_id
     assert len(raised.value.mismatches) == 2
     lease_id = served.grant()
     with pytest.raises(HandshakeNeededError):
         renew(client, served, lease_id)
     assert finish(client, served, lease_id) == FinishAnswer.REVOKED
-    (peer,) = client.status(served.address).result(WAIT).peers
+    (peer,) = client.status(served.address).result(WAIT_S).peers
     assert peer.state == "refused"
     assert "load the same checkpoint" in peer.last_error
 
@@ -171,12 +170,12 @@ def test_a_peer_whose_memory_leaves_its_regions_is_refused_by_either_side(serve,
     broken = msgspec.structs.replace(description, ranks=(rank,))
     client = served.client(description)
     with pytest.raises(ProtocolError, match="spans bytes"):
-        client.handshake(served.address, broken).result(WAIT)
+        client.handshake(served.address, broken).result(WAIT_S)
     served.server._description = msgspec.structs.replace(
         broken, engine_id=served.description.engine_id
     )
     with pytest.raises(ProtocolError, match="spans bytes"):
-        client.handshake(served.address, description).result(WAIT)
+        client.handshake(served.address, description).result(WAIT_S)
 
 
 def test_an_engine_that_does_not_fit_only_in_our_eyes_is_not_used(serve, describe, fingerprint):
@@ -187,13 +186,13 @@ def test_an_engine_that_does_not_fit_only_in_our_eyes_is_not_used(serve, describ
     )
     description = describe("decode-0", model=fingerprint(rope="x"))
     with pytest.raises(IncompatibleError, match=r"model\.rope"):
-        served.client(description).handshake(served.address, description).result(WAIT)
+        served.client(description).handshake(served.address, description).result(WAIT_S)
 
 
 def test_a_successful_handshake_shows_in_the_status_of_both_sides(serve, describe):
     source, sink = serve(), serve()
     client = source.client(sink.description, peers=sink.server.peers)
-    client.handshake(source.address, sink.description).result(WAIT)
+    client.handshake(source.address, sink.description).result(WAIT_S)
     for served, other in ((source, sink), (sink, source)):
         (peer,) = served.server.status().peers
         assert (peer.engine_id, peer.state) == (other.description.engine_id, "ready")
@@ -210,7 +209,7 @@ def test_a_restarted_target_must_shake_hands_again_and_its_old_reads_do_not_coun
     with pytest.raises(HandshakeNeededError, match="start d2 of 'decode-0' has not shaken hands"):
         renew(after, served, lease_id)
     assert finish(after, served, lease_id, rank=1) == FinishAnswer.REVOKED
-    after.handshake(served.address, description).result(WAIT)
+    after.handshake(served.address, description).result(WAIT_S)
     assert renew(after, served, lease_id) == {lease_id: LeaseAnswer.HELD}
     assert finish(before, served, lease_id, rank=1) == FinishAnswer.REVOKED
     assert renew(before, served, lease_id) == {lease_id: LeaseAnswer.REVOKED}
@@ -227,7 +226,7 @@ def test_a_handshake_under_the_name_of_a_living_engine_takes_nothing_from_it(ser
     stranger = target(served, describe, incarnation="fresh", tp=2)
     assert renew(real, served, lease_id) == {lease_id: LeaseAnswer.HELD}
     forged = stranger.renew(served.address, served.incarnation, {lease_id: b"guessed"})
-    assert forged.result(WAIT).states == {lease_id: LeaseAnswer.REVOKED}
+    assert forged.result(WAIT_S).states == {lease_id: LeaseAnswer.REVOKED}
     (status,) = [peer for peer in served.server.status().peers if peer.incarnation == "d1"]
     assert "give each engine its own engine_id" in status.last_error
     assert finish(real, served, lease_id) == FinishAnswer.HELD
@@ -254,8 +253,8 @@ def test_what_the_status_shows_is_not_enough_to_speak_of_a_lease(serve, describe
                 ok=True,
                 nonce=b"forged",
             )
-            assert forged.result(WAIT) is FinishAnswer.REVOKED
-        forger.release(served.address, shown.incarnation, {lease_id: b"guessed"}).result(WAIT)
+            assert forged.result(WAIT_S) is FinishAnswer.REVOKED
+        forger.release(served.address, shown.incarnation, {lease_id: b"guessed"}).result(WAIT_S)
     assert served.leases.sweep() == []
     assert [finish(client, served, lease_id, rank=rank) for rank in range(2)] == ["held", "held"]
     counters = served.server.status().counters
@@ -279,7 +278,7 @@ def test_strangers_handshakes_leave_a_reader_its_place_and_nothing_in_memory(ser
             knocks = msgspec.structs.replace(
                 stranger, engine_id=f"stranger-{number}", ranks=(noise,)
             )
-            client.handshake(served.address, knocks).result(WAIT)
+            client.handshake(served.address, knocks).result(WAIT_S)
         gc.collect()
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
@@ -301,9 +300,9 @@ def test_a_restarted_source_answers_under_the_same_port_and_confirms_nothing_old
         renew(client, served, lease_id)
     assert finish(client, served, lease_id) == FinishAnswer.REVOKED
     with pytest.raises(HandshakeNeededError):
-        served.release(client, lease_id).result(WAIT)
+        served.release(client, lease_id).result(WAIT_S)
     description = describe("decode-0", "d1")
-    found = client.handshake(again.address, description).result(WAIT)
+    found = client.handshake(again.address, description).result(WAIT_S)
     assert found.incarnation == "second"
     fresh = again.grant()
     assert renew(client, again, fresh) == {fresh: LeaseAnswer.HELD}
@@ -319,11 +318,12 @@ def test_clocks_an_hour_apart_make_no_difference(serve, describe):
     client = target(served, describe)
     kept, dropped = served.grant(), served.grant()
     renew(client, served, kept, dropped)
-    deadline = time.monotonic() + WAIT
-    while dropped in {lease.lease_id for lease in table.snapshot()}:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+
+    def is_dropped():
         assert renew(client, served, kept) == {kept: LeaseAnswer.HELD}
+        return dropped not in {lease.lease_id for lease in table.snapshot()}
+
+    until(is_dropped, every_s=0.2, what="the end of the lease that nobody renews")
     assert finish(client, served, kept) == FinishAnswer.HELD
     assert finish(client, served, dropped) == FinishAnswer.REVOKED
     assert {ended.outcome for ended in table.sweep()} == {LeaseOutcome.DONE, LeaseOutcome.EXPIRED}
@@ -335,8 +335,8 @@ def test_released_leases_end_or_are_left_to_another_target(serve, describe):
     ended, kept = served.grant(), served.grant()
     renew(one, served, ended, kept)
     assert renew(two, served, ended, kept) == dict.fromkeys((ended, kept), LeaseAnswer.TAKEN)
-    served.release(one, ended).result(WAIT)
-    served.release(one, kept, keep=True).result(WAIT)
+    served.release(one, ended).result(WAIT_S)
+    served.release(one, kept, keep=True).result(WAIT_S)
     assert renew(two, served, ended, kept) == {ended: LeaseAnswer.REVOKED, kept: LeaseAnswer.HELD}
 
 
@@ -347,9 +347,8 @@ def test_a_lease_of_a_target_that_has_gone_is_another_ones_at_once(serve, descri
     renew(one, served, lease_id)
     assert renew(two, served, lease_id) == {lease_id: LeaseAnswer.TAKEN}
     one.close()
-    deadline = time.monotonic() + WAIT  # ZeroMQ's thread notices it
-    while renew(two, served, lease_id) != {lease_id: LeaseAnswer.HELD}:
-        assert time.monotonic() < deadline
+    # ZeroMQ's thread notices it.
+    until(lambda: renew(two, served, lease_id) == {lease_id: LeaseAnswer.HELD}, what="the lease")
     assert finish(two, served, lease_id) == FinishAnswer.HELD
 
 
@@ -366,7 +365,7 @@ def test_finishes_that_wait_together_share_a_message_and_each_gets_its_own_answe
     client = serve().client(describe("decode-0"))
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
-        router.rcvtimeo = WAIT * 1000
+        router.rcvtimeo = int(WAIT_S * 1000)
         address = f"127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
         futures = [
             client.finish(
@@ -385,7 +384,7 @@ def test_finishes_that_wait_together_share_a_message_and_each_gets_its_own_answe
             router.send_multipart([who, messages.encode(confirmed(finishes))])
             if not asked and sum(counts) < 1000:
                 asked.append(router.recv_multipart())
-        answers = [future.result(WAIT) for future in futures]
+        answers = [future.result(WAIT_S) for future in futures]
         assert answers == [FinishAnswer.HELD, FinishAnswer.REVOKED] * 500
     assert counts == [1, 999]
 
@@ -418,7 +417,7 @@ def test_the_status_shows_everything_an_operator_asks_for(serve, describe):
     served.server.set_description(told)
     before = time.time()
     served.server.note_error("transport", "stalled for 10 s")
-    report = fetch_status("127.0.0.1", served.server.port, timeout_s=WAIT)
+    report = fetch_status("127.0.0.1", served.server.port, timeout_s=WAIT_S)
     assert (report.engine_id, report.role) == (served.description.engine_id, "kv_producer")
     assert report.incarnation == served.incarnation
     assert report.uptime_s > 0
@@ -448,7 +447,7 @@ def test_a_failing_list_of_transfers_is_noted_and_the_rest_is_shown(serve):
 
     served.server.set_transfers(fails)
     for _ in range(2):
-        report = fetch_status("127.0.0.1", served.server.port, timeout_s=WAIT)
+        report = fetch_status("127.0.0.1", served.server.port, timeout_s=WAIT_S)
     assert report.transfers == ()
     assert "no list today" in report.errors[0].message
 
@@ -457,7 +456,7 @@ def test_a_port_in_use_is_named_with_its_remedy(serve):
     served = serve()
     with pytest.raises(PortInUseError, match=rf"{served.server.port} is taken.*or 0"):
         serve(port=served.server.port)
-    fetch_status("127.0.0.1", served.server.port, timeout_s=WAIT)
+    fetch_status("127.0.0.1", served.server.port, timeout_s=WAIT_S)
 
 
 def test_a_port_taken_by_something_else_is_in_use_too():
@@ -492,33 +491,33 @@ def test_where_nobody_listens_the_peer_is_lost_at_once_and_found_once_it_is_ther
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
         with pytest.raises(PeerLostError, match="nobody listens"):
-            client.handshake(f"127.0.0.1:{port}", description).result(WAIT)
+            client.handshake(f"127.0.0.1:{port}", description).result(WAIT_S)
     served = serve(port=port)
-    client.handshake(served.address, description).result(WAIT)
+    client.handshake(served.address, description).result(WAIT_S)
 
 
 def test_when_the_peer_ends_everything_asked_of_it_fails_at_once(serve, describe):
     served = serve()
-    client = target(served, describe)
+    description = describe("decode-0")
+    # A call is answered just before the end, or it fails; it never waits for its timeout.
+    client = served.client(description, ControlOptions(request_timeout_s=2 * WAIT_S))
+    client.handshake(served.address, description).result(WAIT_S)
     blocked, resume = threading.Event(), threading.Event()
 
     def block():
         blocked.set()
-        resume.wait(WAIT)
+        resume.wait(WAIT_S)
         return []
 
     served.server.set_transfers(block)
     future = client.status(served.address)
-    assert blocked.wait(WAIT)
+    assert blocked.wait(WAIT_S)
     resume.set()
     served.server.close()
-    # It was answered just before the end, or it failed; it never waits for its timeout, which is
-    # longer than we wait.
-    assert ControlOptions().request_timeout_s > WAIT
     with contextlib.suppress(PeerLostError):
-        future.result(WAIT)
+        future.result(WAIT_S)
     with pytest.raises(PeerLostError):
-        client.status(served.address).result(WAIT)
+        client.status(served.address).result(WAIT_S)
 
 
 def test_a_peer_that_does_not_answer_is_lost_after_the_timeout(describe, serve):
@@ -533,7 +532,7 @@ def test_a_peer_that_does_not_answer_is_lost_after_the_timeout(describe, serve):
         futures = [client.status(address) for _ in range(3)]
         for future in futures:
             with pytest.raises(PeerLostError, match="no answer within"):
-                future.result(WAIT)
+                future.result(WAIT_S)
         assert time.monotonic() - began > 0.2
 
 
@@ -553,28 +552,28 @@ def test_an_answer_that_is_none_is_dropped_and_the_thread_goes_on(serve, describ
         router.send_multipart([who, messages.encode(messages.Released(id=asked.id + 1))])
         router.send_multipart([who, messages.encode(messages.Released(id=asked.id))])
         with pytest.raises(ProtocolError, match="expected StatusReply, the peer answered Released"):
-            future.result(WAIT)
+            future.result(WAIT_S)
         future = client.renew(f"127.0.0.1:{port}", "i", {"a": b"s"})
         who, payload = router.recv_multipart()
         asked = messages.decode_request(payload)
         router.send_multipart([who, messages.encode(messages.Renewed(id=asked.id, states={}))])
         with pytest.raises(ProtocolError, match="0 leases, asked for 1"):
-            future.result(WAIT)
+            future.result(WAIT_S)
         future = client.finish(f"127.0.0.1:{port}", "i", "a", b"s", rank=0, ok=True, nonce=b"n")
         who, payload = router.recv_multipart()
         asked = messages.decode_request(payload)
         odd = messages.FinishReply(id=asked.id, answers=(FinishAnswer.HELD,) * 2)
         router.send_multipart([who, messages.encode(odd)])
         with pytest.raises(ProtocolError, match="2 answers to 1 reports"):
-            future.result(WAIT)
+            future.result(WAIT_S)
         future = client.status(f"127.0.0.1:{port}")
         who, payload = router.recv_multipart()
         asked = messages.decode_request(payload)
         error = messages.ErrorReply(id=asked.id, name="NoSuchError", message="hm")
         router.send_multipart([who, messages.encode(error)])
         with pytest.raises(ProtocolError, match="the peer answers: hm"):
-            future.result(WAIT)
-    client.status(served.address).result(WAIT)
+            future.result(WAIT_S)
+    client.status(served.address).result(WAIT_S)
 
 
 def test_a_message_over_the_limit_is_refused_before_it_is_sent(serve, describe):
@@ -582,7 +581,7 @@ def test_a_message_over_the_limit_is_refused_before_it_is_sent(serve, describe):
     description = describe("decode-0")
     client = served.client(description, ControlOptions(max_message_bytes=1000))
     with pytest.raises(ProtocolError, match="max_message_bytes"):
-        served.renew(client, *(f"{number:040}" for number in range(100))).result(WAIT)
+        served.renew(client, *(f"{number:040}" for number in range(100))).result(WAIT_S)
 
 
 def test_closing_the_client_cancels_what_is_open_and_refuses_what_comes(serve, describe):
@@ -604,7 +603,7 @@ def test_closing_the_client_cancels_what_is_open_and_refuses_what_comes(serve, d
         ]
         for future in futures:
             with pytest.raises(CancelledError):
-                future.result(WAIT)
+                future.result(WAIT_S)
 
 
 @pytest.mark.parametrize("address", ["nohost", "host:", ":1", "host:0", "host:65536", "host:x", ""])
@@ -625,8 +624,8 @@ def test_a_callback_that_raises_harms_nobody(serve, describe, caplog):
 
     future = client.status(served.address)
     future.add_done_callback(raises)
-    future.result(WAIT)
-    client.status(served.address).result(WAIT)
+    future.result(WAIT_S)
+    client.status(served.address).result(WAIT_S)
 
 
 def test_many_clients_ask_at_once(serve, describe):
@@ -639,7 +638,7 @@ def test_many_clients_ask_at_once(serve, describe):
             lease_id = leases[client][index]
             served.renew(client, lease_id)
             futures.append(served.finish(client, lease_id))
-    assert {future.result(WAIT) for future in futures} == {FinishAnswer.HELD}
+    assert {future.result(WAIT_S) for future in futures} == {FinishAnswer.HELD}
     assert len(served.leases.sweep()) == 200
 
 
@@ -647,5 +646,5 @@ def test_a_client_that_gets_no_socket_says_what_to_raise(monkeypatch):
     monkeypatch.setattr(links, "MAX_SOCKETS", 2)
     with ControlClient(engine_id="d", incarnation="one") as client:
         calls = [client.status(f"127.0.0.1:{port}") for port in (1, 2, 3)]
-        said = [str(call.exception(WAIT)) for call in calls]
+        said = [str(call.exception(WAIT_S)) for call in calls]
     assert any("ulimit -n" in text for text in said)

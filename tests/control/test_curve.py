@@ -10,12 +10,11 @@ from kvferry.config import parse_struct
 from kvferry.control.client import fetch_status
 from kvferry.control.options import ControlOptions, CurveKeys, make_keys
 from kvferry.errors import ConfigError, PeerLostError
-
-WAIT = 60
+from kvferry.testing.waiting import WAIT_S
 
 
 def with_keys(keys, **more):
-    return ControlOptions(curve=keys, request_timeout_s=WAIT, **more)
+    return ControlOptions(curve=keys, request_timeout_s=WAIT_S, **more)
 
 
 def test_a_cluster_with_one_pair_of_keys_speaks(serve, describe):
@@ -23,11 +22,11 @@ def test_a_cluster_with_one_pair_of_keys_speaks(serve, describe):
     served = serve(options=options)
     description = describe("decode-0")
     client = served.client(description, options)
-    client.handshake(served.address, description).result(WAIT)
+    client.handshake(served.address, description).result(WAIT_S)
     lease_id = served.grant()
     answer = served.finish(client, lease_id)
-    assert answer.result(WAIT) == "held"
-    assert fetch_status("127.0.0.1", served.server.port, WAIT, options.curve).ready
+    assert answer.result(WAIT_S) == "held"
+    assert fetch_status("127.0.0.1", served.server.port, WAIT_S, options.curve).ready
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def test_whoever_has_no_or_other_keys_gets_no_answer(serve, servers, clients):
     served = serve(options=with_keys(choices[servers]))
     with pytest.raises(PeerLostError):
         fetch_status("127.0.0.1", served.server.port, 2.0, choices[clients])
-    assert fetch_status("127.0.0.1", served.server.port, WAIT, choices[servers]).ready
+    assert fetch_status("127.0.0.1", served.server.port, WAIT_S, choices[servers]).ready
 
 
 def test_knowing_the_servers_public_key_is_not_enough(serve):
@@ -46,8 +45,8 @@ def test_knowing_the_servers_public_key_is_not_enough(serve):
     served = serve(options=with_keys(cluster))
     stranger = msgspec.structs.replace(stranger, server_key=cluster.public_key)
     with pytest.raises(PeerLostError, match="allowed_keys"):
-        fetch_status("127.0.0.1", served.server.port, WAIT, stranger)
-    report = fetch_status("127.0.0.1", served.server.port, WAIT, cluster)
+        fetch_status("127.0.0.1", served.server.port, WAIT_S, stranger)
+    report = fetch_status("127.0.0.1", served.server.port, WAIT_S, cluster)
     assert report.counters["errors.curve"] == 1
     assert stranger.public_key in report.errors[0].message
 
@@ -57,7 +56,7 @@ def test_a_client_with_its_own_pair_is_admitted_by_name(serve):
     allowed = msgspec.structs.replace(cluster, allowed_keys=(monitor.public_key,))
     served = serve(options=with_keys(allowed))
     monitor = msgspec.structs.replace(monitor, server_key=cluster.public_key)
-    assert fetch_status("127.0.0.1", served.server.port, WAIT, monitor).ready
+    assert fetch_status("127.0.0.1", served.server.port, WAIT_S, monitor).ready
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
@@ -71,9 +70,9 @@ def test_with_keys_nothing_readable_crosses_the_wire(serve, describe, encrypted)
         thread.start()
         description = describe("decode-with-a-long-name")
         client = served.client(description, options)
-        client.handshake(address, description).result(WAIT)
+        client.handshake(address, description).result(WAIT_S)
         client.close()
-        thread.join(WAIT)
+        thread.join(WAIT_S)
     assert (b"decode-with-a-long-name" in seen) is not encrypted
     assert (served.description.engine_id.encode() in seen) is not encrypted
 
@@ -100,7 +99,7 @@ def test_random_bytes_on_an_encrypted_port_harm_nobody(serve):
     for number in range(50):
         with socket.create_connection(("127.0.0.1", served.server.port)) as raw:
             raw.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\3\0CURVE" + bytes([number]) * 500)
-    assert fetch_status("127.0.0.1", served.server.port, WAIT, options.curve).ready
+    assert fetch_status("127.0.0.1", served.server.port, WAIT_S, options.curve).ready
 
 
 def test_a_key_of_the_wrong_length_is_named_without_being_shown():
@@ -120,7 +119,7 @@ def test_a_key_that_is_no_z85_is_a_config_error_on_both_ends(serve, describe):
     with pytest.raises(ConfigError, match="kvferry keys"):
         serve(options=with_keys(keys))
     with pytest.raises(ConfigError, match="kvferry keys"):
-        fetch_status("127.0.0.1", 1, WAIT, keys)
+        fetch_status("127.0.0.1", 1, WAIT_S, keys)
 
 
 def test_the_secret_key_does_not_show_in_a_repr():

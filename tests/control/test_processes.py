@@ -15,9 +15,9 @@ from kvferry.control.client import ControlClient
 from kvferry.control.messages import FinishAnswer, LeaseAnswer
 from kvferry.control.options import ControlOptions
 from kvferry.errors import PeerLostError
+from kvferry.testing.waiting import WAIT_S
 from tests.load import stop
 
-WAIT = 60
 LEASE_S = 3.0
 TIMEOUT_S = 4.0
 
@@ -82,18 +82,18 @@ def test_a_source_that_was_stopped_charges_no_lease_for_it_and_confirms_what_it_
             address, "p1", lease_id, secrets[lease_id], rank=0, ok=True, nonce=lease_id.encode()[:8]
         )
 
-    client.handshake(address, describe("d", "d1")).result(WAIT)
+    client.handshake(address, describe("d", "d1")).result(WAIT_S)
     held = dict.fromkeys((kept, early), LeaseAnswer.HELD)
-    assert client.renew(address, "p1", secrets).result(WAIT).states == held
-    assert finish(early).result(WAIT) == FinishAnswer.HELD
+    assert client.renew(address, "p1", secrets).result(WAIT_S).states == held
+    assert finish(early).result(WAIT_S) == FinishAnswer.HELD
     stop(process.pid)
     # This report waits in the source's socket for longer than a lease lasts.
     with pytest.raises(PeerLostError, match="no answer within"):
-        finish(kept).result(WAIT)
+        finish(kept).result(WAIT_S)
     assert TIMEOUT_S > LEASE_S
     os.kill(process.pid, signal.SIGCONT)
-    assert finish(kept).result(WAIT) == FinishAnswer.HELD
-    assert finish(early).result(WAIT) == FinishAnswer.HELD
+    assert finish(kept).result(WAIT_S) == FinishAnswer.HELD
+    assert finish(early).result(WAIT_S) == FinishAnswer.HELD
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.stdout.readline().split() == ["done", "done"]
@@ -101,12 +101,12 @@ def test_a_source_that_was_stopped_charges_no_lease_for_it_and_confirms_what_it_
 
 def test_a_source_that_is_killed_is_lost_at_once(source, describe):
     process, address, _ = source
-    with open_client(10 * WAIT) as client:  # the loss, not the timeout, ends the call
-        client.handshake(address, describe("d", "d1")).result(WAIT)
+    with open_client(10 * WAIT_S) as client:  # the loss, not the timeout, ends the call
+        client.handshake(address, describe("d", "d1")).result(WAIT_S)
         process.kill()
         process.wait()
         with pytest.raises(PeerLostError):
-            client.renew(address, "p1", {"lease": b""}).result(WAIT)
+            client.renew(address, "p1", {"lease": b""}).result(WAIT_S)
 
 
 @pytest.mark.timed("Four hundred connections must be there within 0.5 s of each other.")

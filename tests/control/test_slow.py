@@ -18,9 +18,9 @@ from kvferry.control.leases import LeaseOutcome, LeaseTable
 from kvferry.control.messages import FinishAnswer, LeaseAnswer
 from kvferry.control.options import ControlOptions
 from kvferry.errors import PeerLostError
+from kvferry.testing.waiting import WAIT_S, until
 from tests.load import stop
 
-WAIT = 60
 SHORT_S = 0.8
 """Seconds that a lease lives without being renewed."""
 HEARTBEAT_S = 0.5
@@ -36,7 +36,7 @@ def late(monkeypatch):
 def target(served, describe, options=None):
     description = describe("decode-0", "d1")
     client = served.client(description, options)
-    client.handshake(served.address, description).result(WAIT)
+    client.handshake(served.address, description).result(WAIT_S)
     return client
 
 
@@ -47,17 +47,17 @@ def server_stands_still(served, client):
 
     def stand():
         stands.set()
-        goes_on.wait(WAIT)
+        goes_on.wait(WAIT_S)
         return []
 
     served.server.set_transfers(stand)
     status = client.status(served.address)
     try:
-        assert stands.wait(WAIT)
+        assert stands.wait(WAIT_S)
         yield
     finally:
         goes_on.set()
-        status.result(WAIT)
+        status.result(WAIT_S)
 
 
 @pytest.mark.timed("A lease of 0.8 s ends while a healthy target waits for the processor.")
@@ -66,13 +66,13 @@ def test_a_source_whose_thread_stands_still_charges_no_lease_for_it(serve, descr
     client = target(served, describe)
     other = served.client(describe("monitor", "m1"))
     held, untaken = served.grant(), served.grant()
-    assert served.renew(client, held).result(WAIT) == {held: LeaseAnswer.HELD}
+    assert served.renew(client, held).result(WAIT_S) == {held: LeaseAnswer.HELD}
     with server_stands_still(served, other):
         time.sleep(5 * SHORT_S)  # longer than any lease lasts by itself
         renewed = served.renew(client, held, untaken)
         assert served.leases.sweep() == []
-    assert renewed.result(WAIT) == dict.fromkeys((held, untaken), LeaseAnswer.HELD)
-    assert served.finish(client, held).result(WAIT) == FinishAnswer.HELD
+    assert renewed.result(WAIT_S) == dict.fromkeys((held, untaken), LeaseAnswer.HELD)
+    assert served.finish(client, held).result(WAIT_S) == FinishAnswer.HELD
 
 
 def test_calls_wait_for_a_server_whose_thread_stands_still(serve, describe):
@@ -85,8 +85,8 @@ def test_calls_wait_for_a_server_whose_thread_stands_still(serve, describe):
         calls = [served.renew(client, lease_id), served.finish(client, lease_id)]
         time.sleep(4 * HEARTBEAT_S)
         assert not any(call.done() for call in calls)
-    assert calls[0].result(WAIT) == {lease_id: LeaseAnswer.HELD}
-    assert calls[1].result(WAIT) == FinishAnswer.HELD
+    assert calls[0].result(WAIT_S) == {lease_id: LeaseAnswer.HELD}
+    assert calls[1].result(WAIT_S) == FinishAnswer.HELD
 
 
 def is_connected(served):
@@ -98,11 +98,7 @@ def is_connected(served):
 
 def swept(served):
     """Waits for the end of a lease."""
-    deadline = time.monotonic() + WAIT
-    while not (ended := served.leases.sweep()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return ended
+    return until(served.leases.sweep, what="the end of a lease")
 
 
 HOLDER = """
@@ -175,10 +171,7 @@ def test_a_target_that_was_stopped_is_cut_off_and_its_lease_expires(serve, descr
         stop(process.pid)
         (ended,) = swept(served)
         assert ended.outcome is LeaseOutcome.EXPIRED
-        deadline = time.monotonic() + WAIT
-        while is_connected(served):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: not is_connected(served), what="the end of the connection")
 
 
 @pytest.mark.timed("A lease of 0.8 s ends while a healthy target waits for the processor.")
@@ -187,10 +180,7 @@ def test_a_target_that_was_killed_has_no_connection_that_would_keep_its_lease(se
     with holder(served, describe) as process:
         process.kill()
         process.wait()
-        deadline = time.monotonic() + WAIT
-        while is_connected(served):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: not is_connected(served), what="the end of the connection")
         assert [ended.outcome for ended in swept(served)] == [LeaseOutcome.EXPIRED]
 
 
@@ -202,4 +192,4 @@ def test_a_server_that_never_answers_is_given_up_at_last(serve, describe):
         server_stands_still(served, other),
         pytest.raises(PeerLostError, match=r"no answer within request_timeout_s \(2.0 s\)"),
     ):
-        served.renew(client, served.grant()).result(WAIT)
+        served.renew(client, served.grant()).result(WAIT_S)

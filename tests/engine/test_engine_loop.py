@@ -12,10 +12,9 @@ from kvferry.engine.loop import EngineLoop, StepState
 from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.engine.request import SchedulerOptions
 from kvferry.errors import DrainingError, EngineError, StuckStepError, WorkerDiedError
+from kvferry.testing.waiting import WAIT_S, until
 from tests.engine.simulated import VOCAB, open_simulated
 from tests.engine.toy_cache import reference_tokens
-
-WAIT_S = 60.0
 
 
 class Listener:
@@ -64,13 +63,6 @@ def submit(loop, name, prompt, max_tokens=5, **script):
         kv_transfer_params=script or None,
     )
     return listener
-
-
-def eventually(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_requests_from_many_threads_all_get_their_answers(loop):
@@ -141,7 +133,7 @@ def test_an_abort_reaches_the_listener(loop):
 
 def test_questions_are_answered_between_steps(loop):
     listener = submit(loop, "r", [1, 2, 3], external=3, load_steps=10**9)
-    eventually(lambda: loop.call(lambda e: e.stats()).result(WAIT_S).scheduler.loading == 1)
+    until(lambda: loop.call(lambda e: e.stats()).result(WAIT_S).scheduler.loading == 1)
     with pytest.raises(ZeroDivisionError):
         loop.call(lambda engine: 1 / 0).result(WAIT_S)
     loop.abort("r")
@@ -151,7 +143,7 @@ def test_questions_are_answered_between_steps(loop):
 def test_an_idle_engine_does_not_step(simulated, loop):
     _, executor, _ = simulated
     submit(loop, "r", [1, 2, 3]).wait()
-    eventually(lambda: not loop.call(lambda engine: engine.has_work()).result(WAIT_S))
+    until(lambda: not loop.call(lambda engine: engine.has_work()).result(WAIT_S))
     steps = len(executor.steps)
     time.sleep(0.05)
     assert len(executor.steps) == steps
@@ -167,7 +159,7 @@ def test_waiting_for_a_load_steps_with_pauses(simulated, loop):
 
 def test_lent_blocks_come_back_without_any_request(simulated, loop):
     submit(loop, "r", [1, 2, 3], max_tokens=1, lend_steps=20).wait()
-    eventually(lambda: loop.call(lambda e: e.stats()).result(WAIT_S).scheduler.lent == 0)
+    until(lambda: loop.call(lambda e: e.stats()).result(WAIT_S).scheduler.lent == 0)
 
 
 def test_a_listener_that_fails_ends_nothing(loop, caplog):
@@ -184,13 +176,13 @@ def test_a_dead_rank_ends_every_request_with_an_error_and_tells_the_owner(
 ):
     _, executor, connector = simulated
     listeners = [submit(loop, name, [1, 2, 3], external=3, load_steps=10**9) for name in "ab"]
-    eventually(lambda: len(executor.steps) > 2)
+    until(lambda: len(executor.steps) > 2)
     executor.kill(0)
     for listener in listeners:
         done = listener.wait()
         assert (done.finish_reason, done.error_type) == ("error", "WorkerDiedError")
         assert "rank 0 was killed" in done.error
-    eventually(lambda: failures)
+    until(lambda: failures)
     assert isinstance(failures[0], WorkerDiedError)
     assert loop.failure is failures[0]
     assert connector.closed
@@ -201,7 +193,7 @@ def test_a_dead_rank_ends_every_request_with_an_error_and_tells_the_owner(
 
 def test_a_rank_that_dies_while_idle_is_noticed(simulated, loop, failures):
     simulated[1].kill(0)
-    eventually(lambda: failures)
+    until(lambda: failures)
     assert isinstance(loop.failure, WorkerDiedError)
 
 
@@ -210,7 +202,7 @@ def test_an_unforeseen_exception_ends_the_engine_like_a_dead_rank(simulated, loo
     done = submit(loop, "r", [1, 2, 3]).wait()
     assert (done.finish_reason, done.error_type) == ("error", "EngineError")
     assert "KeyError: 'no such key'" in done.error
-    eventually(lambda: failures)
+    until(lambda: failures)
 
 
 def test_closing_answers_live_requests_and_closes_the_engine(simulated, failures):
@@ -244,13 +236,13 @@ def frozen(simulated, monkeypatch):
 def test_the_age_of_the_step_under_way_is_told_and_its_end(loop, frozen):
     assert loop.step_state() == StepState(None)
     listener = submit(loop, "a", [1, 2])
-    eventually(lambda: (loop.step_state().age_s or 0) > 0.05)
+    until(lambda: (loop.step_state().age_s or 0) > 0.05)
     younger, older = loop.step_state(), loop.step_state()
     assert younger.age_s < older.age_s
     assert older.waiting_for == (0,)
     frozen.set()
     listener.wait()
-    eventually(lambda: loop.step_state() == StepState(None))
+    until(lambda: loop.step_state() == StepState(None))
 
 
 def test_a_stuck_step_is_one_warning_that_names_the_rank(simulated, frozen, monkeypatch, caplog):
@@ -258,11 +250,11 @@ def test_a_stuck_step_is_one_warning_that_names_the_rank(simulated, frozen, monk
     monkeypatch.setattr(loops, "_CHECK_INTERVAL_S", 0.02)
     with EngineLoop.open(simulated[0]) as loop:
         listener = submit(loop, "a", [1, 2])
-        eventually(lambda: (loop.step_state().age_s or 0) > 0.4)
+        until(lambda: (loop.step_state().age_s or 0) > 0.4)
         assert loop.step_state().is_stuck
         frozen.set()
         listener.wait()
-        eventually(lambda: not loop.step_state().is_stuck)
+        until(lambda: not loop.step_state().is_stuck)
     warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert len(warnings) == 1
     assert re.search(r"the step has run for \d+ s and waits for rank 0", warnings[0])
@@ -272,7 +264,7 @@ def test_requests_that_wait_for_a_stuck_step_are_told_who_hangs(simulated, froze
     monkeypatch.setattr(loops, "_CHECK_INTERVAL_S", 0.02)
     with EngineLoop.open(simulated[0]) as loop:
         listeners = [submit(loop, "in the step", [1, 2])]
-        eventually(lambda: loop.step_state().age_s)
+        until(lambda: loop.step_state().age_s)
         listeners.append(submit(loop, "before it", [1, 2]))
         monkeypatch.setattr(loops, "STUCK_STEP_S", 0.1)
         for listener in listeners:
@@ -286,7 +278,7 @@ def test_requests_that_wait_for_a_stuck_step_are_told_who_hangs(simulated, froze
             submit(loop, "new", [1, 2])
         monkeypatch.setattr(loops, "STUCK_STEP_S", 600)
         frozen.set()
-        eventually(lambda: not loop.step_state().age_s)
+        until(lambda: not loop.step_state().age_s)
         assert submit(loop, "in the step", [1, 2]).wait().finish_reason == "length"
         assert [listener.calls for listener in listeners] == [1, 1]
         stats = loop.call(lambda engine: engine.stats()).result(WAIT_S).scheduler
@@ -298,7 +290,7 @@ def test_a_process_that_did_not_run_gives_nothing_up(simulated, frozen, monkeypa
     monkeypatch.setattr(loops, "_CHECK_INTERVAL_S", 0.02)
     with EngineLoop.open(simulated[0]) as loop:
         listener = submit(loop, "a", [1, 2])
-        eventually(lambda: loop.step_state().age_s)
+        until(lambda: loop.step_state().age_s)
         aged: Any = loop
         aged._step_started -= 200
         assert loop.step_state().is_stuck

@@ -12,10 +12,9 @@ import pytest
 
 from kvferry.config import KVTransferConfig
 from kvferry.engine.messages import SamplingParams
+from kvferry.testing.waiting import until
 from tests.engine.simulated import VOCAB, open_connected
 from tests.engine.toy_cache import reference_tokens
-
-TIMEOUT_S = 60.0
 
 
 def open_engine(role, transport, policy, windows, extra=None, **shape):
@@ -137,15 +136,17 @@ def test_random_lives_end_with_the_right_tokens_and_every_block_free(seed, trans
         open_engine("kv_consumer", transport, policy, windows[1], **shapes[1]) as decode,
     ):
         pair = Pair(prefill, decode, rng)
-        deadline = time.monotonic() + TIMEOUT_S
-        while waiting or pair.is_busy:
-            assert time.monotonic() < deadline, (prefill.stats(), decode.stats(), pair.live)
+
+        def all_have_ended():
             if waiting and rng.random() < 0.5:
                 pair.send(*waiting.pop())
             pair.step()
             # No chance per turn: while loads wait for the processor, a loop has any number.
             if pair.is_computing and pair.live and rng.random() < 0.03:
                 pair.abort_one()
+            return not (waiting or pair.is_busy)
+
+        until(all_have_ended, every_s=0, what=lambda: (prefill.stats(), decode.stats(), pair.live))
         for engine in (prefill, decode):
             stats = engine.stats().scheduler
             assert stats.free_blocks == stats.usable_blocks

@@ -17,6 +17,7 @@ from kvferry.engine import executor as executors
 from kvferry.engine.executor import Executor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput
 from kvferry.errors import ConfigError, ModelError, WorkerDiedError
+from kvferry.testing.waiting import until
 from tests.load import stop
 
 pytestmark = pytest.mark.processes
@@ -53,11 +54,8 @@ SILENCE_S = 3600.0
 """For which a silent rank is waited for where it must not come to that."""
 
 
-def wait_until_gone(pids, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(map(is_running, pids))
+def wait_until_gone(pids):
+    until(lambda: not any(map(is_running, pids)), what="the end of the processes")
 
 
 def assert_same_tokens(spec, alone, generate, prompts):
@@ -138,7 +136,7 @@ def test_a_rank_that_raises_says_what(tiny_folder, worker_spec, recording_connec
     with Executor(spec) as executor:
         with pytest.raises(WorkerDiedError, match="RuntimeError: this connector is broken"):
             executor.execute(step(fail_rank=0))
-        assert wait_until_gone(pids_of(executor))
+        wait_until_gone(pids_of(executor))
     assert "[tested rank 0] RuntimeError: this connector is broken" in caplog.text
 
 
@@ -147,7 +145,7 @@ def test_a_rank_that_hangs_is_killed(tiny_folder, worker_spec, recording_connect
     with Executor(spec) as executor:
         with pytest.raises(WorkerDiedError, match=r"did not answer for 1(\.\d+)? s and was killed"):
             executor.execute(step(hang_rank=0))
-        assert wait_until_gone(pids_of(executor))
+        wait_until_gone(pids_of(executor))
 
 
 @pytest.mark.timed("A healthy rank must notice within 4 s that its sum has ended.")
@@ -223,4 +221,4 @@ def test_ranks_end_when_their_parent_is_killed(tiny_folder, worker_spec):
     assert done.returncode == -signal.SIGKILL
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 1
-    assert wait_until_gone(pids)
+    wait_until_gone(pids)

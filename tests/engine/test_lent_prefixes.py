@@ -6,7 +6,6 @@ ships: a prefix that arrives wrong shows as a wrong token.
 
 import random
 import secrets
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from kvferry.control.leases import LeaseTable
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.errors import RequestError
-from kvferry.testing.waiting import WAIT_S
+from kvferry.testing.waiting import until
 from tests.engine.simulated import VOCAB, open_connected, prompt
 from tests.engine.toy_cache import reference_tokens
 
@@ -64,14 +63,6 @@ def opened() -> Any:
         engine.close()
 
 
-def until(condition: Callable[[], object]) -> None:
-    """Waits for what is bound to come."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"it has not come within {WAIT_S:g} s"
-        time.sleep(0.0005)
-
-
 def asked(
     engine: Engine, ids: list[int], *others: Engine, max_tokens: int = 1, **params: Any
 ) -> EngineOutput:
@@ -97,7 +88,7 @@ def answered(engine: Engine, name: str, *others: Engine) -> EngineOutput:
                 other.step()
         return answer.finish_reason is not None
 
-    until(is_over)
+    until(is_over, every_s=0.0005, what="an answer")
     return answer
 
 
@@ -125,7 +116,7 @@ def settled(*engines: Engine) -> None:
             engine.step()
         return not any(engine.has_work() for engine in engines)
 
-    until(is_idle)
+    until(is_idle, every_s=0.0005, what="every block")
     for engine in engines:
         stats = engine.stats().scheduler
         assert stats.free_blocks == stats.usable_blocks

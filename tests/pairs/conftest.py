@@ -18,11 +18,11 @@ from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig, TinyLatent
 from kvferry.observe.records import TransferRecord
+from kvferry.testing.waiting import until
 
 NUM_BLOCKS = 96
 WINDOW = 24
 """Tokens that a layer of the hybrid model attends to."""
-TIMEOUT_S = 60.0
 
 
 def engine_config(role: str, name: str, shape: dict[str, Any], **extra: Any) -> EngineConfig:
@@ -64,14 +64,18 @@ class EnginePair:
     def __post_init__(self) -> None:
         self.done: dict[str, EngineOutput] = {}
 
-    def run(self, until: Callable[[], bool]) -> None:
+    def run(self, condition: Callable[[], bool]) -> None:
         """Steps both engines until a condition holds."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not until():
-            assert time.monotonic() < deadline, (self.prefill.stats(), self.decode.stats())
+
+        def holds() -> bool:
+            if condition():
+                return True
             self.step()
             if not (self.prefill.is_computing or self.decode.is_computing):
                 time.sleep(0.001)
+            return False
+
+        until(holds, every_s=0, what=lambda: (self.prefill.stats(), self.decode.stats()))
 
     def finish(self, names: Sequence[str]) -> list[EngineOutput]:
         """Steps until these requests have ended."""

@@ -14,13 +14,12 @@ import pytest
 
 from kvferry.errors import HostError
 from kvferry.testing.hosts import Link, Network
+from kvferry.testing.waiting import WAIT_S, until
 from tests.test_docs import blocks
 
 pytestmark = pytest.mark.processes
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend" / "test-hosts.md"
-PATIENCE_S = 60.0
-"""Longer than anything here takes on the slowest machine."""
 
 SERVER = """
 import socket, subprocess, sys, time
@@ -44,14 +43,14 @@ def said(host, *argv, **keys):
     """What a program prints that runs in a host."""
     process = host.run(argv, stdout=PIPE, **keys)
     output = process.stdout.read().decode().strip()
-    assert process.wait(PATIENCE_S) == 0
+    assert process.wait(WAIT_S) == 0
     return output
 
 
 def listen(host, port=9000, family="ipv4"):
     kind = socket.AF_INET6 if family == "ipv6" else socket.AF_INET
     listener = host.open_socket(kind)
-    listener.settimeout(PATIENCE_S)
+    listener.settimeout(WAIT_S)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((getattr(host, family), port))
     listener.listen()
@@ -61,25 +60,22 @@ def listen(host, port=9000, family="ipv4"):
 def connected(source, target, family="ipv4"):
     """The two ends of a TCP connection."""
     with listen(target, family=family) as listener:
-        ours = source.connect(getattr(target, family), 9000, PATIENCE_S)
+        ours = source.connect(getattr(target, family), 9000, WAIT_S)
         theirs, _ = listener.accept()
-        theirs.settimeout(PATIENCE_S)
+        theirs.settimeout(WAIT_S)
         return ours, theirs
 
 
 def datagrams(host, port=7000):
     ours = host.open_socket(socket.AF_INET, socket.SOCK_DGRAM)
-    ours.settimeout(PATIENCE_S)
+    ours.settimeout(WAIT_S)
     ours.bind((host.ipv4, port))
     return ours
 
 
 def until_state(pid, *states):
     """Waits until a process is in one of these states, as letters; one that is gone has Z."""
-    deadline = time.monotonic() + PATIENCE_S
-    while (state := _state(pid)) not in states:
-        assert time.monotonic() < deadline, f"process {pid} is in state {state}"
-        time.sleep(0.02)
+    until(lambda: _state(pid) in states, what=lambda: f"process {pid} is {_state(pid)}; {states}")
 
 
 def until_gone(pid):
@@ -131,9 +127,9 @@ def test_there_is_no_way_out(network):
     with socket.create_server(("127.0.0.1", 0)) as outside:
         port = outside.getsockname()[1]
         with pytest.raises(ConnectionRefusedError):  # its loopback is not ours
-            alpha.connect("127.0.0.1", port, PATIENCE_S)
+            alpha.connect("127.0.0.1", port, WAIT_S)
     with pytest.raises(OSError, match="unreachable"):
-        alpha.connect("192.0.2.1", 80, PATIENCE_S)
+        alpha.connect("192.0.2.1", 80, WAIT_S)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "x" * 64])
@@ -164,13 +160,13 @@ def test_a_process_is_given_what_it_asks_for(pair, tmp_path):
     process.stdin.write(b"line\n")
     process.stdin.close()
     assert process.stdout.read().decode() == f"line word {tmp_path}\nbad\n"
-    assert process.wait(PATIENCE_S) == 3
+    assert process.wait(WAIT_S) == 3
     assert process.poll() == 3
 
 
 def test_a_process_writes_to_a_file(pair, tmp_path):
     with (tmp_path / "log").open("wb") as log:
-        pair[1].run(["echo", "hello"], stdout=log).wait(PATIENCE_S)
+        pair[1].run(["echo", "hello"], stdout=log).wait(WAIT_S)
     assert (tmp_path / "log").read_text() == "hello\n"
 
 
@@ -183,7 +179,7 @@ def test_signals_reach_a_process(pair):
     process.send_signal(signal.SIGSTOP)
     until_state(pid, "T")
     process.kill()
-    assert process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert process.wait(WAIT_S) == -signal.SIGKILL
     process.terminate()  # it has ended: nothing happens
 
 
@@ -196,7 +192,7 @@ def test_a_host_pauses_with_all_its_processes(pair):
     beta.pause()
     assert [_state(pid) for pid in (server.pid, *children)] == ["T"] * (1 + len(children))
     assert _state(other.pid) == "S"
-    with alpha.connect(beta.ipv4, 9000, PATIENCE_S):  # its kernel answers
+    with alpha.connect(beta.ipv4, 9000, WAIT_S):  # its kernel answers
         beta.resume()
         assert server.stdout.readline() == b"accepted\n"
 
@@ -221,7 +217,7 @@ def test_a_cut_link_is_silent_and_heals(pair, family):
         with pytest.raises(TimeoutError):
             theirs.recv(10)
         network.restore(alpha, beta)
-        theirs.settimeout(PATIENCE_S)
+        theirs.settimeout(WAIT_S)
         assert theirs.recv(10) == b"late"
 
 
@@ -306,15 +302,16 @@ def _send_and_receive(ours, theirs, content):
     received = bytearray()
     sent = 0
     theirs.setblocking(False)
-    deadline = time.monotonic() + PATIENCE_S
-    while len(received) < len(content):
-        assert time.monotonic() < deadline
+
+    def are_there():
+        nonlocal sent
         with contextlib.suppress(BlockingIOError):
             sent += ours.send(content[sent : sent + 65536])
-        try:
-            received += theirs.recv(65536)
-        except BlockingIOError:
-            time.sleep(0.001)
+        with contextlib.suppress(BlockingIOError):
+            received.extend(theirs.recv(65536))
+        return len(received) >= len(content)
+
+    until(are_there, every_s=0, what="all bytes")
     return bytes(received)
 
 
@@ -325,12 +322,12 @@ def test_a_host_dies_with_all_its_processes_and_tells_nobody(pair):
     _, alpha, beta = pair
     server = beta.run([sys.executable, "-c", SERVER, beta.ipv4], stdout=PIPE)
     assert server.stdout.readline() == b"listening\n"
-    with alpha.connect(beta.ipv4, 9000, PATIENCE_S) as ours:
+    with alpha.connect(beta.ipv4, 9000, WAIT_S) as ours:
         assert server.stdout.readline() == b"accepted\n"
         children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
         assert len(children) == 1
         beta.kill()
-        assert server.wait(PATIENCE_S) == -signal.SIGKILL
+        assert server.wait(WAIT_S) == -signal.SIGKILL
         until_gone(children[0])
         beta.start()
         ours.sendall(b"anybody?")
@@ -416,7 +413,7 @@ def test_nothing_is_left_of_a_run_however_it_ends(network, end):
         assert len(pids) == 2
         if end != "exception":
             run.send_signal(signal.SIGINT if end == "interrupt" else signal.SIGKILL)
-        run.wait(PATIENCE_S)
+        run.wait(WAIT_S)
     for pid in pids:
         until_gone(int(pid))
 

@@ -25,6 +25,7 @@ from kvferry.testing.host_device import HostCopyStream, HostIpcMemory, HostIpcTr
 from kvferry.testing.transport_cases import large_case
 from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_peer import PeerProcess, contents, fill, pattern
+from kvferry.testing.waiting import until
 from kvferry.transports import TransferState, TransportOptions, cuda_ipc
 from kvferry.transports.cuda_ipc import (
     CudaIpcEndpoint,
@@ -104,10 +105,7 @@ def described(transport):
 
 
 def ended(transport, transfer):
-    deadline = time.monotonic() + 60
-    while not transfer.is_terminal:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: transfer.is_terminal, every_s=0.001, what=transfer)
     assert transport.poll() == [transfer]
     return transfer
 
@@ -386,11 +384,12 @@ def test_the_memory_of_a_killed_peer_is_given_back_although_nobody_reads(target,
         target.connect(other.endpoint())
         assert mapped.num_mapped == 1
         other.kill()
-        deadline = time.monotonic() + 60
-        while mapped.num_mapped:
-            assert time.monotonic() < deadline, "the mapping of a dead peer is kept"
+
+        def is_gone():
             target.poll()
-            time.sleep(0.05)
+            return not mapped.num_mapped
+
+        until(is_gone, what="the end of a dead peer's mapping")
 
 
 def test_closing_gives_the_owners_segment_back(source):

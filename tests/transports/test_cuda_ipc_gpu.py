@@ -1,6 +1,5 @@
 """The transport of GPUs on a GPU; run with ``python -m benchmarks.gpu`` or ``pytest -m gpu``."""
 
-import time
 from types import MappingProxyType
 
 import numpy as np
@@ -13,6 +12,7 @@ from kvferry.layouts.copier import copy_tiles
 from kvferry.testing.transport_cases import large_case, random_case
 from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_peer import PeerProcess, contents, fill, pattern
+from kvferry.testing.waiting import until
 from kvferry.transports import TransferState, TransportOptions
 from kvferry.transports.cuda_ipc import CudaIpcTransport
 
@@ -42,10 +42,7 @@ def peer():
 
 
 def wait(transport, transfer):
-    deadline = time.monotonic() + 60
-    while not transfer.is_terminal:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: transfer.is_terminal, every_s=0.001, what=transfer)
     transport.poll()
     assert transfer.state is TransferState.DONE, transfer.error
 

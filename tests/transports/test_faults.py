@@ -19,6 +19,7 @@ from kvferry.testing.faults import (
 from kvferry.testing.transport_cases import large_case
 from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_peer import pattern
+from kvferry.testing.waiting import until
 from kvferry.transports import TransferState, TransportOptions, open_transport
 from kvferry.transports.shm import ShmTransport
 
@@ -35,7 +36,7 @@ def source():
         yield transport
 
 
-def laid_out(source, kind, stall_timeout_s=10.0):
+def laid_out(source, kind, stall_timeout_s=120.0):
     """A case of 1 MiB between ``source`` and a transport of class ``kind``."""
     case = large_case(1 << 20)
     _, held = source.allocate(case.source_region_bytes[0])
@@ -48,10 +49,12 @@ def laid_out(source, kind, stall_timeout_s=10.0):
 def polled(local, *transfers):
     """Polls until all are reported, and returns what was."""
     reported: list[Any] = []
-    deadline = time.monotonic() + 60
-    while len(reported) < len(transfers) and time.monotonic() < deadline:
-        reported += local.poll()
-        time.sleep(0.001)
+
+    def are_reported() -> bool:
+        reported.extend(local.poll())
+        return len(reported) >= len(transfers)
+
+    until(are_reported, every_s=0.001, what="the end of all reads")
     return reported
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import CancelledError, PeerLostError, TransferError
+from kvferry.testing.waiting import until
 from kvferry.transports.base import Transfer, Transfers, TransferState
 from kvferry.transports.movers import MoverPool, start_after
 
@@ -165,9 +166,7 @@ def test_a_failing_event_fails_the_transfer(transfer):
 
     started = []
     start_after(Broken(), transfer, lambda: started.append(1))
-    deadline = time.monotonic() + 60
-    while not transfer.is_terminal and time.monotonic() < deadline:
-        time.sleep(0.001)
+    until(lambda: transfer.is_terminal, what=transfer)
     assert isinstance(transfer.error, TransferError)
     assert "the device is gone" in str(transfer.error)
     assert not started

@@ -29,6 +29,7 @@ from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_peer import PeerProcess, pattern
 from kvferry.testing.transport_scene import LARGE, SMALL, Scene
 from kvferry.testing.unfenced_conformance import UnfencedTransportConformance
+from kvferry.testing.waiting import until
 from kvferry.transports import nixl, nixl_agents, nixl_reader, regions
 from kvferry.transports.base import Transfer, TransferState, Transport, TransportOptions
 from kvferry.transports.nixl import NixlTransport
@@ -293,10 +294,7 @@ def pair():
 
 
 def wait(local: Transport, transfer: Transfer) -> Transfer:
-    deadline = time.monotonic() + 60
-    while not transfer.is_terminal:
-        assert time.monotonic() < deadline, transfer
-        time.sleep(0.001)
+    until(lambda: transfer.is_terminal, every_s=0.001, what=transfer)
     assert local.poll() == [transfer]
     return transfer
 
@@ -357,10 +355,7 @@ def test_agent_and_connection_are_made_before_the_first_read(
 
     monkeypatch.setattr(nixl_agents.Agent, "serve", note)
     peer = target.connect(source.endpoint())
-    deadline = time.monotonic() + 60
-    while peer.is_busy:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not peer.is_busy, what="the connection")
     made = peer.agent.agent
     assert made is not None
     assert served.count(made) > 10  # UCX makes connections while it is asked for news
@@ -385,10 +380,7 @@ def test_connections_of_one_agent_whose_metadata_differ_do_not_contend_for_it() 
         older = target.connect(source.endpoint())
         source.allocate(1 << 16)
         younger = target.connect(source.endpoint())
-        deadline = time.monotonic() + 10
-        while older.is_busy or younger.is_busy:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: not (older.is_busy or younger.is_busy), what="both connections")
         for peer in (older, younger, older):
             assert wait(target, target.read(peer, *one_tile())).state is TransferState.DONE
 

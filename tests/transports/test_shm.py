@@ -24,6 +24,7 @@ from kvferry.errors import (
 )
 from kvferry.testing.transport_cases import large_case
 from kvferry.testing.transport_peer import PeerProcess
+from kvferry.testing.waiting import until
 from kvferry.transports import TransferState, TransportOptions
 from kvferry.transports.shm import SharedRegion, ShmEndpoint, ShmPeer, ShmTransport
 from kvferry.transports.shm_segment import (
@@ -272,11 +273,12 @@ def test_the_memory_of_a_killed_peer_is_given_back_although_nobody_reads(transpo
         transport.connect(other.endpoint())
         assert name in Path("/proc/self/maps").read_text()
         other.kill()
-        deadline = time.monotonic() + 60
-        while name in Path("/proc/self/maps").read_text():
-            assert time.monotonic() < deadline, "the mapping of a dead peer is kept"
+
+        def is_gone():
             transport.poll()
-            time.sleep(0.05)
+            return name not in Path("/proc/self/maps").read_text()
+
+        until(is_gone, what="the end of a dead peer's mapping")
 
 
 def test_what_a_look_at_the_owner_needs_outlives_it(segment, monkeypatch):

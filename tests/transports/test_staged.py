@@ -14,6 +14,7 @@ from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 from kvferry.testing import TransportConformance
 from kvferry.testing.host_device import HostCopyStream
+from kvferry.testing.waiting import until
 from kvferry.testing.wrapped import WrappedTransport
 from kvferry.transports import regions
 from kvferry.transports.base import (
@@ -88,11 +89,11 @@ class Scene:
     def __init__(self, streams: Sequence[HostCopyStream] = ()) -> None:
         self.cache = np.zeros(CHUNKS * NBYTES, dtype=np.uint8)
         span = MemorySpan(self.cache.ctypes.data, self.cache.nbytes, HOST)
-        self.staging = Staging([span], nbytes=4096, stall_timeout_s=10.0, streams=streams)
+        self.staging = Staging([span], nbytes=4096, stall_timeout_s=120.0, streams=streams)
         self.wire = _Wire()
         self.staged = StagedTransport(self.wire, self.staging)
         self.transfer = self.read()
-        self.wait_until(lambda: len(self.wire.reads) == CHUNKS)
+        until(lambda: len(self.wire.reads) == CHUNKS)
 
     def read(self) -> Transfer:
         # Runs of unlike lengths make a chunk each.
@@ -102,12 +103,6 @@ class Scene:
         runs["tokens"] = NBYTES - np.arange(CHUNKS)
         tiles = np.array([row], dtype=TILE_DTYPE)
         return self.staged.read(self.wire.connect(b""), tiles, runs)
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60.0  # kernels may have to be compiled
-        while not condition():
-            assert time.monotonic() < deadline, "it does not happen"
-            time.sleep(0.001)
 
 
 @pytest.fixture
@@ -136,12 +131,12 @@ def test_chunks_that_land_are_unpacked_and_their_slots_come_back(scene: Scene) -
     for transfer in reversed(scene.wire.reads):
         assert not scene.transfer.is_terminal
         end(transfer)
-    scene.wait_until(lambda: scene.transfer.is_terminal)
+    until(lambda: scene.transfer.is_terminal)
     assert scene.staged.poll() == [scene.transfer]
     assert (scene.transfer.state, scene.transfer.error) == (TransferState.DONE, None)
     assert scene.transfer.bytes_done == scene.transfer.nbytes
     assert np.count_nonzero(scene.cache == 7) == scene.transfer.nbytes
-    scene.wait_until(lambda: scene.staging.numbers.used_bytes == 0)
+    until(lambda: scene.staging.numbers.used_bytes == 0)
 
 
 def test_once_a_chunk_failed_those_that_land_beside_it_never_reach_the_target(
@@ -182,13 +177,13 @@ def test_a_read_is_over_when_the_device_has_unpacked_what_it_was_asked_to(
     assert not scene.transfer.is_terminal, "a chunk of the other stream may still land"
     assert scene.staging.numbers.used_bytes > 0
     streams[1].resume()
-    scene.wait_until(lambda: scene.transfer.is_terminal)
+    until(lambda: scene.transfer.is_terminal)
     wanted = TransferState.FAILED if torn else TransferState.CANCELLED
     assert scene.transfer.state is wanted
     landed = np.count_nonzero(scene.cache)
     assert landed == scene.transfer.bytes_done > NBYTES
     end(scene.wire.reads[2])
-    scene.wait_until(lambda: scene.staging.numbers.used_bytes == 0)
+    until(lambda: scene.staging.numbers.used_bytes == 0)
     assert np.count_nonzero(scene.cache) == landed
 
 
@@ -196,14 +191,11 @@ def test_staging_memory_is_pinned_when_engines_meet() -> None:
     cache = np.zeros(NBYTES, dtype=np.uint8)
     span = MemorySpan(cache.ctypes.data, cache.nbytes, HOST)
     with HostCopyStream() as stream:
-        staging = Staging([span], nbytes=4096, stall_timeout_s=10.0, streams=[stream])
+        staging = Staging([span], nbytes=4096, stall_timeout_s=120.0, streams=[stream])
         staged = StagedTransport(_Wire(), staging)
         assert not stream.pinned
         staged.prepare(_Connection(), np.empty(0, dtype=TILE_DTYPE), 16)
-        deadline = time.monotonic() + 60
-        while not stream.pinned:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda: stream.pinned, what="pinned memory")
         staged.close()
         staging.close()
         assert not stream.pinned
@@ -221,7 +213,7 @@ def test_movers_wait_for_no_device(on_device: tuple[Scene, list[HostCopyStream]]
     assert asked.wait(60), "the mover waits"
     for stream in streams:
         stream.resume()
-    scene.wait_until(lambda: scene.transfer.is_terminal)
+    until(lambda: scene.transfer.is_terminal)
     assert scene.transfer.state is TransferState.DONE
     assert np.count_nonzero(scene.cache == 7) == scene.transfer.nbytes
 
@@ -244,7 +236,7 @@ def test_a_chunk_that_is_being_unpacked_keeps_a_failed_read_from_its_end(
     scene.staged.cancel(scene.transfer)
     assert not scene.transfer.is_terminal
     gate.set()
-    scene.wait_until(lambda: scene.transfer.is_terminal)
+    until(lambda: scene.transfer.is_terminal)
     assert scene.transfer.state is TransferState.FAILED
     # The shortest run is the first chunk and goes into the last block.
     shortest = NBYTES - CHUNKS + 1
@@ -268,7 +260,7 @@ def test_a_read_that_is_stopped_before_it_began_is_not_kept(
 ) -> None:
     for transfer in scene.wire.reads:
         end(transfer)
-    scene.wait_until(lambda: scene.transfer.is_terminal)
+    until(lambda: scene.transfer.is_terminal)
     post = scene.staging.serial.post
 
     def close_first(task: Callable[[], object]) -> None:
@@ -278,7 +270,7 @@ def test_a_read_that_is_stopped_before_it_began_is_not_kept(
 
     monkeypatch.setattr(scene.staging.serial, "post", close_first)
     late = scene.read()
-    scene.wait_until(lambda: late.state is TransferState.FAILED)
+    until(lambda: late.state is TransferState.FAILED)
     assert not scene.staged._reads
     assert len(scene.wire.reads) == CHUNKS
 

@@ -138,14 +138,10 @@ def memory_of(local):
     return local._regions.arrays[0]
 
 
-def ended(local, transfer, timeout_s=60.0):
+def ended(local, transfer):
     """Polls until the transfer is reported."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if transfer in local.poll():
-            return transfer
-        time.sleep(0.001)
-    raise AssertionError(f"not reported: {transfer}")
+    until(lambda: transfer in local.poll(), every_s=0.001, what=transfer)
+    return transfer
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-import time
 from types import MappingProxyType
 
 import msgspec
@@ -20,6 +19,7 @@ from kvferry.testing.host_device import HostPackedUcxTransport
 from kvferry.testing.transport_cases import large_case
 from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_scene import SMALL
+from kvferry.testing.waiting import until
 from kvferry.transports.base import Transfer, TransferState, TransportOptions
 from kvferry.transports.ucx import UcxTransport
 from kvferry.transports.ucx_link import UcxLink, ucx_errors
@@ -62,10 +62,7 @@ def pair():
 
 
 def wait(local: UcxTransport, transfer: Transfer) -> Transfer:
-    deadline = time.monotonic() + 60
-    while not transfer.is_terminal:
-        assert time.monotonic() < deadline, transfer
-        time.sleep(0.001)
+    until(lambda: transfer.is_terminal, every_s=0.001, what=transfer)
     assert local.poll() == [transfer]
     return transfer
 
@@ -139,10 +136,7 @@ def test_a_lying_reader_ends_its_own_connection_only(pair, frame: bytes) -> None
     for peer in (good, bad):
         wait(target, target.read(peer, case.tiles, case.runs))
     target.reader.post(lambda: bad.link.send(frame))
-    deadline = time.monotonic() + 60
-    while not source.server.refused:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: source.server.refused, what="the refusal")
     assert wait(target, target.read(good, case.tiles, case.runs)).state is TransferState.DONE
 
 

@@ -1,7 +1,6 @@
 """The unfenced test transport passes its conformance class; one that lies about an end does not."""
 
 import contextlib
-import time
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from kvferry.testing.transport_cases import large_case
 from kvferry.testing.transport_peer import PeerProcess
 from kvferry.testing.unfenced import ReadGate, UnfencedTransport, unfenced_transport
 from kvferry.testing.unfenced_conformance import UnfencedTransportConformance
+from kvferry.testing.waiting import until
 from kvferry.transports.base import TransferState, TransportOptions
 from kvferry.transports.shm import ShmTransport
 from kvferry.transports.tcp import TcpTransport
@@ -56,9 +56,7 @@ def test_a_terminal_state_that_proves_nothing_is_caught(read_gate):
             """The bytes come once the memory is somebody else's."""
             scene.refill()
             read_gate.release()
-            deadline = time.monotonic() + 60
-            while time.monotonic() < deadline:
-                scene.assert_untouched()
+            until(scene.assert_untouched, every_s=0, what="a late byte")
 
     suite = Suite()
     read_gate.hold()

@@ -19,14 +19,13 @@ from kvferry.control.client import ControlClient, fetch_status
 from kvferry.control.options import ControlOptions
 from kvferry.control.tickets import TransferId
 from kvferry.observe.timeline import gather
-from kvferry.testing.waiting import until
+from kvferry.testing.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.slow
 
 KEY = "a key of the whole cluster"
 CHUNK = ("--max-num-batched-tokens", "128")
 LENGTHS = (5, 127, 129, 300, 1000, 1900)
-WAIT_S = 600.0
 PLUGIN = Path(__file__).parent / "plugin"
 CASES = {
     "now": (tiny_model, Shape(64, arguments=CHUNK), Shape(128), "now"),

@@ -22,13 +22,12 @@ from benchmarks.vllm_servers.pair import CACHE_USED, EXTERNAL_TOKENS
 from benchmarks.vllm_servers.server import ServerOptions
 from kvferry.control.client import fetch_status
 from kvferry.router.router_client import RouterClient
-from kvferry.testing.waiting import until
+from kvferry.testing.waiting import WAIT_S, until
 from tests.load import Load, tokens_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 PLUGIN = Path(__file__).parent / "plugin"
-WAIT_S = 600.0
 READ_S = "10"
 """Of a read before it begins, where servers are killed."""
 KILLS = int(os.environ.get("KILLS", "2"))

@@ -15,7 +15,7 @@ from benchmarks.vllm_servers.ports import free_ports
 from benchmarks.vllm_servers.server import ServerOptions
 from kvferry.control.cache_events import CacheEventSubscriber
 from kvferry.router.prefixes import CachedBlocks, Prompt
-from kvferry.testing.waiting import until
+from kvferry.testing.waiting import WAIT_S, until
 
 ONLY_CACHED = {"do_remote_decode": True, "do_remote_prefill": False, "only_cached": True}
 TURNS = 4
@@ -83,9 +83,6 @@ def test_a_server_that_has_computed_nothing_borrows_all_that_the_other_has(both)
     assert complete(both.prefill.url, prompt, 16, kv_transfer_params=params).tokens == expected
     assert external_tokens(both.prefill) - before == 640
     assert both.idle()
-
-
-WAIT_S = 600.0
 
 
 class Heard:

@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import json
 import os
-import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +17,13 @@ from typing import Any
 import pytest
 
 from benchmarks.vllm_servers.ports import free_port
+from kvferry.testing import waiting
 
 HERE = Path(__file__).parent
 ABSENT = HERE.parents[1] / "sglang_servers" / "absent" / "sitecustomize.py"
 HOST = "127.0.0.1"
 WINDOW = 20
 """Tokens to which a layer with a window attends, itself not counted."""
-WAIT_S = 20.0
 collect_ignore = ["engines.py", "recurrent.py"]
 """Modules that need SGLang."""
 
@@ -354,7 +353,5 @@ def listens(port: int) -> bool:
 
 
 def until(condition: Any, what: str) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        time.sleep(0.002)
+    """Waits as the schedulers of SGLang do: they ask again and again."""
+    waiting.until(condition, what=what, every_s=0.002)

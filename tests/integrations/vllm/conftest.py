@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import random
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 
 from benchmarks.vllm_servers.ports import free_port
+from kvferry.testing.waiting import until
 from tests.integrations.checkpoints import write_tiny_hybrid
 
 HERE = Path(__file__).parent
@@ -231,13 +231,15 @@ class Engine:
         """Aborts requests."""
         self.llm.llm_engine.abort_request(list(request_ids))
 
-    def finish(self, *request_ids: str, timeout_s: float = 600.0) -> dict[str, Any]:
+    def finish(self, *request_ids: str) -> dict[str, Any]:
         """Steps until these requests have ended; request id → output."""
         ended: dict[str, Any] = {}
-        deadline = time.monotonic() + timeout_s
-        while not ended.keys() >= set(request_ids):
-            assert time.monotonic() < deadline, f"still running: {set(request_ids) - ended.keys()}"
-            ended |= {output.request_id: output for output in self.step()}
+
+        def have_ended() -> bool:
+            ended.update({output.request_id: output for output in self.step()})
+            return ended.keys() >= set(request_ids)
+
+        until(have_ended, every_s=0, what=lambda: f"the end of {set(request_ids) - ended.keys()}")
         return ended
 
     def generate(
@@ -259,12 +261,15 @@ class Engine:
         # As it comes through HTTP.
         return [json.loads(json.dumps(output.kv_transfer_params)) for output in outputs]
 
-    def drain(self, timeout_s: float = 60.0) -> None:
+    def drain(self) -> None:
         """Steps until vLLM has nothing left to step for."""
-        deadline = time.monotonic() + timeout_s
-        while self.scheduler.has_requests():
-            assert time.monotonic() < deadline, f"still held: {list(self.scheduler.requests)}"
-            self.step()
+
+        def is_drained() -> bool:
+            if self.scheduler.has_requests():
+                self.step()
+            return not self.scheduler.has_requests()
+
+        until(is_drained, every_s=0, what=lambda: f"the end of {list(self.scheduler.requests)}")
 
     def close(self) -> None:
         """Ends the connector's threads."""

@@ -5,7 +5,6 @@ Both engines get a request at once, with a transfer that the test signs as a rou
 
 import importlib
 import pickle
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ from kvferry.connectors.pull.pursuit import LoadState
 from kvferry.control.leases import LeaseOutcome
 from kvferry.control.tickets import TransferId
 from kvferry.integrations.vllm.messages import StepReport
+from kvferry.testing import waiting
 from tests.integrations.vllm.test_drafts import can_draft, drafts_of
 
 PLUGIN = Path(__file__).parents[2] / "vllm_servers" / "plugin"
 KEY = "a key of the whole cluster"
 CHUNK = 64
 """Tokens that prefill computes in a step."""
-WAIT_S = 600.0
 
 
 @pytest.fixture
@@ -73,24 +72,29 @@ def readable(decode):
 
 def until(condition, *engines):
     """Steps engines until it holds; returns the outputs that ended."""
-    deadline = time.monotonic() + WAIT_S
     ended: dict[str, Any] = {}
-    while not condition():
-        assert time.monotonic() < deadline
+
+    def holds():
+        if condition():
+            return True
         for engine in engines:
-            ended |= {output.request_id: output for output in engine.step()}
-        time.sleep(0.001)
+            ended.update({output.request_id: output for output in engine.step()})
+        return False
+
+    waiting.until(holds, every_s=0.001)
     return ended
 
 
 def finish(prefill, decode, *request_ids):
     """Steps both until these requests have ended; their outputs."""
     ended: dict[str, Any] = {}
-    deadline = time.monotonic() + WAIT_S
-    while not ended.keys() >= set(request_ids):
-        assert time.monotonic() < deadline
+
+    def have_ended():
         for engine in (prefill, decode):
-            ended |= {output.request_id: output for output in engine.step()}
+            ended.update({output.request_id: output for output in engine.step()})
+        return ended.keys() >= set(request_ids)
+
+    waiting.until(have_ended, every_s=0, what=f"the end of {request_ids}")
     return [ended[request_id] for request_id in request_ids]
 
 

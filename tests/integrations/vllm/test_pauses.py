@@ -57,7 +57,7 @@ def test_a_prompt_whose_decode_engine_is_paused_is_given_back(
         decode.add(random_prompt(300), params)
         assert len(refused) == 1
     decode.drain()
-    prefill.drain(timeout_s=30.0)
+    prefill.drain()
     assert prefill.used_blocks == decode.used_blocks == 0
     with decode.at_work():
         decode.llm.llm_engine.engine_core.engine_core.resume_scheduler()

@@ -304,7 +304,7 @@ def check_rounds(engines, models, prompts, answers_of, rounds):
             reload(engines[side], model)
             now[side] = model
         ids += [decode.add(*each) for each in zip(prompts[half:], params[half:], strict=True)]
-        ended = decode.finish(*ids, timeout_s=300)
+        ended = decode.finish(*ids)
         found = tokens([ended[request_id] for request_id in ids])
         right = answers_of(now["decode"], prompts)
         stale = [number for number in range(len(prompts)) if found[number] != right[number]]
