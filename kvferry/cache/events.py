@@ -74,6 +74,8 @@ class BlockStored(
     there is none."""
     group_idx: int | None = None
     """Index of the KV cache group; hashes of different groups are unrelated."""
+    kv_cache_spec_kind: str | None = None
+    """vLLM's name for the kind of the group, such as ``mamba``; never sent by this package."""
 
 
 class BlockRemoved(

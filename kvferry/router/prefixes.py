@@ -2,14 +2,20 @@
 
 Engines publish each block that enters or leaves their caches (:mod:`kvferry.control.cache_events`).
 Each engine has its own hash function and block size, so hashes and blocks of two engines cannot be
-compared. The index gives each block a key, made of the block's tokens and of the key of the block
-before it. The keys of a prompt are made once for each block size, and looked up at all engines with
-this block size. If the blocks of a chain were stored one after the other and none has left since,
-one comparison of the last block covers the whole chain::
+compared. The index gives each block a key, which stands for all tokens up to the end of the block.
+The keys of a prompt are made once and looked up at all engines. If the blocks of a chain were
+stored one after the other and none has left since, one comparison of the last block covers the
+whole chain::
 
     events of an engine ──▶ thread ──▶ its blocks: hash → key, by group
                                              ▲
-    prompt ──▶ keys, by block size ──────────┘ how many tokens from the start?
+    prompt ──▶ keys ─────────────────────────┘ how many tokens from the start?
+
+A vLLM server with windows or states (Mamba, linear attention) keeps some blocks of a prompt in
+these groups, and none of the others. Its events tell all tokens, but only the hashes of the blocks
+that are kept, and do not say where these blocks are. A hash is the same in all groups, so the index
+takes the position from a group that has told all blocks. If there is no such group, only the last
+hash has a position: the end of the tokens.
 
 The result is an estimate: the engine may evict the blocks before it gets the request. The index
 assumes nothing beyond the events, except for engines without events if this is configured
@@ -22,6 +28,7 @@ a look-up sees half of the thread's change.
 """
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -67,6 +74,14 @@ _SHORTEST = 8
 _MOST_GROUPS = 64
 """Maximum number of KV cache groups of an engine."""
 _TOKEN_BYTES = array("I").itemsize
+_GRAIN = 16
+"""Number of tokens between two keys, or less if a block size is no multiple. Blocks of different
+sizes have the same key if they end at the same token of the same prompt."""
+_NOWHERE = -1
+"""Key of a block of which only the hash is known."""
+_STATES = "mamba"
+_SPARSE = frozenset({_STATES, "sliding_window", "sliding_window_mla", "chunked_local_attention"})
+"""vLLM's names for groups that keep only some blocks of a prompt."""
 _BITS = (1 << 60) - 1  # Python keeps a number of 60 bits in 32 bytes, a longer number in 48
 START = secrets.randbits(60)
 """Key before the first block: random, so that clients cannot make two prompts with the same
@@ -82,13 +97,20 @@ def _packed(tokens: Sequence[int]) -> bytes:
     return array("I", tokens).tobytes()
 
 
+def _grain(size: int) -> int:
+    """Number of tokens between two keys, for blocks of ``size`` tokens."""
+    return math.gcd(size, _GRAIN)
+
+
 def _keys(key: int, packed: bytes, size: int) -> list[int]:
     """Keys of the whole blocks of ``size`` tokens that follow the block of ``key``."""
-    step = size * _TOKEN_BYTES
-    return [
+    grain = _grain(size)
+    step = grain * _TOKEN_BYTES
+    keys = [
         key := hash((key, packed[start : start + step])) & _BITS
         for start in range(0, len(packed) - step + 1, step)
     ]
+    return keys if size == grain else keys[size // grain - 1 :: size // grain]
 
 
 class Prompt:
@@ -99,24 +121,31 @@ class Prompt:
         self._packed = _packed(tokens)
         self._keys: dict[int, list[int]] = {}
 
-    def key(self, size: int, index: int) -> int:
-        """Key of the block with index ``index``, among the prompt's whole blocks of ``size``
-        tokens.
+    def key(self, size: int, tokens: int) -> int:
+        """Key of the first ``tokens`` tokens, for blocks of ``size`` tokens.
+
+        ``tokens`` is a multiple of ``size``, above 0.
         """
-        return self._made(size, index)[index]
+        grain = _grain(size)
+        return self._made(grain, tokens // grain)[tokens // grain - 1]
 
     def some_keys(self, size: int, index: int) -> list[int]:
-        """Keys of the block with index ``index`` and of some blocks after it."""
-        return self._made(size, index)[index : index + _RUN]
+        """Keys of the block with index ``index`` and of some blocks after it, among the prompt's
+        whole blocks of ``size`` tokens.
+        """
+        grain = _grain(size)
+        per_block = size // grain
+        end = (index + 1) * per_block
+        return self._made(grain, end)[end - 1 : end + _RUN * per_block - 1 : per_block]
 
-    def _made(self, size: int, index: int) -> list[int]:
-        """The keys made so far, at least up to the block with index ``index``."""
-        keys = self._keys.setdefault(size, [])
-        if index >= len(keys):
-            last = max(index + 1, len(keys) + _RUN)
-            step = size * _TOKEN_BYTES
+    def _made(self, grain: int, count: int) -> list[int]:
+        """The keys made so far for every ``grain`` tokens, at least ``count`` keys."""
+        keys = self._keys.setdefault(grain, [])
+        if count > len(keys):
+            last = max(count, len(keys) + _RUN)
+            step = grain * _TOKEN_BYTES
             packed = self._packed[len(keys) * step : last * step]
-            keys += _keys(keys[-1] if keys else START, packed, size)
+            keys += _keys(keys[-1] if keys else START, packed, grain)
         return keys
 
 
@@ -136,9 +165,13 @@ class _Chain:
         earlier positions are equal too.
         """
         keys = self.keys[: prompt.num_tokens // size - start]  # a copy: the thread may shorten it
-        if not keys or keys[-1] == prompt.key(size, start + len(keys) - 1):
+        if not keys or keys[-1] == prompt.key(size, (start + len(keys)) * size):
             return len(keys)
-        return bisect(range(len(keys)), 0, key=lambda at: keys[at] != prompt.key(size, start + at))
+        return bisect(
+            range(len(keys)),
+            0,
+            key=lambda at: keys[at] != prompt.key(size, (start + at + 1) * size),
+        )
 
 
 _NOT_HERE = _Chain(-1, array("Q"))
@@ -148,17 +181,48 @@ _NOT_HERE = _Chain(-1, array("Q"))
 class _Group:
     """The blocks of one KV cache group."""
 
-    size: int
-    """Number of tokens per block."""
+    size: int = 0
+    """Number of tokens per block; 0 before the first block."""
+    step: int = 0
+    """Greatest common divisor of the sizes of all blocks. An engine may tell the end of a prompt as
+    a smaller block."""
+    kind: str | None = None
+    """vLLM's name for the kind of the group; ``None`` if the engine does not say it."""
+    has_gaps: bool = False
+    """Whether the group was seen to keep only some blocks of a prompt."""
     by_hash: dict[int, int] = field(default_factory=dict)
     """The engine's hash → key."""
     chains: dict[int, _Chain | None] = field(default_factory=dict)
     """Key of each block → the block's chain; ``None`` for a block without a chain."""
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the group keeps only some blocks of a prompt."""
+        return self.has_gaps or self.kind in _SPARSE
+
+    def fits(self, size: int) -> bool:
+        """Whether blocks of ``size`` tokens can be in this group."""
+        small, large = sorted((size, self.size))
+        return not small or (large % small == 0 and _grain(small) == _grain(large))
+
+    def note_size(self, size: int) -> None:
+        """Notes that blocks of ``size`` tokens are in the group."""
+        if size > self.size:
+            self.chains = dict.fromkeys(self.chains)  # a chain has blocks of the group's size
+        self.size, self.step = max(self.size, size), math.gcd(self.step, size)
+
     def count(self, prompt: Prompt) -> int:
-        """Number of consecutive blocks in the cache, from the start of a prompt."""
+        """Number of tokens in consecutive blocks in the cache, from the start of a prompt."""
+        if not self.chains:
+            return 0
+        whole = self._count_whole(prompt) * self.size
+        longest = min(prompt.num_tokens, whole + self.size - 1) // self.step * self.step
+        ends = range(longest, whole, -self.step)
+        return next((tokens for tokens in ends if self.ends_at(prompt, tokens)), whole)
+
+    def _count_whole(self, prompt: Prompt) -> int:
         count, most = 0, prompt.num_tokens // self.size
-        while self.chains and count < most:
+        while count < most:
             for key in prompt.some_keys(self.size, count):
                 chain = self.chains.get(key, _NOT_HERE)
                 if chain is _NOT_HERE:
@@ -171,12 +235,29 @@ class _Group:
 
     def ends_at(self, prompt: Prompt, tokens: int) -> bool:
         """Whether the cache has the block of a prompt that ends after ``tokens`` tokens."""
-        if not self.chains or tokens % self.size:
-            return False
-        return prompt.key(self.size, tokens // self.size - 1) in self.chains
+        return tokens % self.step == 0 and prompt.key(self.step, tokens) in self.chains
 
-    def add(self, parent: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Adds consecutive blocks after ``parent``: hash and key of each block."""
+    def is_told_again(self, numbers: Sequence[int]) -> bool:
+        """Whether a store with all hashes, from the beginning of a prompt on, only reports a prefix
+        hit. Such a report also contains blocks that the group does not have.
+
+        vLLM reports a hit if the request asks for it (``kv_cache_report_mode`` is ``full``). The
+        last block of a hit is known. A group that keeps few states never stores two in a row.
+        """
+        return (
+            self.is_sparse
+            and len(numbers) > 1
+            and (numbers[-1] in self.by_hash or (self.has_gaps and self.kind == _STATES))
+        )
+
+    def add(self, parent: int, blocks: Sequence[tuple[int, int]], size: int) -> None:
+        """Adds consecutive blocks of ``size`` tokens after ``parent``: hash and key of each
+        block.
+        """
+        if size < self.size:
+            for number, key in blocks:
+                self.place(number, key)
+            return
         before, chain = parent, self._ending_in(parent)
         for number, key in blocks:
             known = self.by_hash.get(number)
@@ -193,6 +274,15 @@ class _Group:
                     chain.keys.append(key)
                 self.chains[key] = chain
             before = key
+
+    def place(self, number: int, key: int) -> None:
+        """Adds a single block, or corrects its key."""
+        known = self.by_hash.get(number)
+        if known is not None and known != key:
+            self._drop(known)
+        self.by_hash[number] = key
+        if key != _NOWHERE:
+            self.chains.setdefault(key)
 
     def remove(self, number: int) -> None:
         """Removes a block."""
@@ -213,10 +303,10 @@ class CachedBlocks:
     """Contents of one engine's prefix cache according to the engine's events.
 
     The engine holds a beginning of a prompt if one group has all blocks of this beginning and every
-    other group has the last block: a group with a window, or with states, keeps no more. Three
-    kinds of blocks are ignored: blocks whose hash depends on more than tokens (a LoRA adapter, a
-    salt, an image), all blocks after such a block, and blocks outside of the memory used for
-    computation.
+    other group has the last block: a group with a window, or with states, keeps no more. If there
+    are only such groups, the last block in each group is enough. Three kinds of blocks are ignored:
+    blocks whose hash depends on more than tokens (a LoRA adapter, a salt, an image), all blocks
+    after such a block, and blocks outside of the memory used for computation.
     """
 
     def __init__(self) -> None:
@@ -240,7 +330,8 @@ class CachedBlocks:
             self.forget()
         for event in received.batch.events:
             if isinstance(event, BlockStored):
-                self._store(event, most - len(self))
+                if (room := most - len(self)) > 0 and _is_usable(event):
+                    self._store(event, room)
             elif isinstance(event, BlockRemoved):
                 self._remove(event)
             else:
@@ -249,53 +340,76 @@ class CachedBlocks:
     def held(self, prompt: Prompt) -> int:
         """Number of tokens from the start of a prompt in the engine's cache."""
         groups = tuple(self._groups.values())
-        if not groups:
+        if not groups or not all(group.chains for group in groups):
             return 0
-        longest_tokens, longest = max(
-            ((group.size * group.count(prompt), group) for group in groups), key=itemgetter(0)
-        )
-        others = [group for group in groups if group is not longest]
-        for tokens in range(longest_tokens, 0, -longest.size):
+        longest, first, others = prompt.num_tokens, groups[0], groups
+        if not all(group.is_sparse for group in groups):
+            counts = ((group.count(prompt), group) for group in groups)
+            longest, first = max(counts, key=itemgetter(0))
+            others = tuple(group for group in groups if group is not first)
+        for tokens in range(longest // first.step * first.step, 0, -first.step):
             if all(group.ends_at(prompt, tokens) for group in others):
                 return tokens
         return 0
 
     def _clear(self) -> None:
         # The groups remain known: the engine holds no beginning that a group lacks.
-        self._groups = {number: _Group(group.size) for number, group in self._groups.items()}
+        self._groups = {number: _Group() for number in self._groups}
 
     def _store(self, event: BlockStored, room: int) -> None:
-        size = event.block_size
-        is_plain = (
-            event.lora_id is None and event.lora_name is None and not any(event.extra_keys or ())
-        )
-        is_whole = size > 0 and len(event.token_ids) == size * len(event.block_hashes)
-        parent = event.parent_block_hash
-        key = START if parent is None else self._key(parent, size)
-        is_here = event.medium in (None, MEDIUM)
-        if room <= 0 or key is None or not (is_here and is_plain and is_whole):
+        size, tokens = event.block_size, event.token_ids
+        numbers = [number_of(block_hash) for block_hash in event.block_hashes]
+        group = self._groups.get(event.group_idx)
+        if group is None or not group.fits(size):
+            if len(self._groups) >= _MOST_GROUPS if group is None else size < group.size:
+                return
+            group = _Group()
+        is_whole = len(numbers) * size == len(tokens)
+        group.kind, group.has_gaps = event.kv_cache_spec_kind, group.has_gaps or not is_whole
+        parent = START
+        if event.parent_block_hash is not None:
+            parent = self._key(number_of(event.parent_block_hash), size)
+        if parent == _NOWHERE and not group.is_sparse:
+            return
+        if is_whole and event.parent_block_hash is None and group.is_told_again(numbers):
             return
         try:
-            packed = _packed(event.token_ids)
+            keys = [] if parent == _NOWHERE else _keys(parent, _packed(tokens), size)
         except OverflowError:
             return
-        group = self._groups.get(event.group_idx)
-        if group is None or group.size != size:
-            if group is None and len(self._groups) >= _MOST_GROUPS:
-                return
-            group = self._groups[event.group_idx] = _Group(size)
-        new = zip(map(number_of, event.block_hashes), _keys(key, packed, size), strict=True)
-        group.add(key, list(islice(new, room)))
+        self._groups[event.group_idx] = group
+        group.note_size(size)
+        if is_whole and keys:
+            new = list(islice(zip(numbers, keys, strict=True), room))
+            group.add(parent, new, size)
+            self._correct(group, new)
+        else:
+            self._place(group, numbers[-room:], keys)
 
-    def _key(self, block_hash: BlockHash, size: int) -> int | None:
-        """Key of a block in any group; ``None`` if no group has the block.
+    def _place(self, group: _Group, numbers: Sequence[int], keys: Sequence[int]) -> None:
+        """Adds blocks whose positions the store does not say, of tokens with these keys."""
+        for number in numbers:
+            group.place(number, self._key(number, group.size))
+        if numbers and keys and group.by_hash[numbers[-1]] == _NOWHERE:
+            group.place(numbers[-1], keys[-1])
+
+    def _correct(self, group: _Group, new: Sequence[tuple[int, int]]) -> None:
+        """Moves blocks of other groups to the positions that a store of ``group`` has told."""
+        for other in self._groups.values():
+            if other.is_sparse and other is not group and _grain(other.size) == _grain(group.size):
+                for number, key in new:
+                    if number in other.by_hash:
+                        other.place(number, key)
+
+    def _key(self, number: int, size: int) -> int:
+        """Key of a block in any group; :data:`_NOWHERE` if no group knows its position.
 
         The same tokens have the same hash in all groups, and a group with a window may already have
         dropped the block before a new block.
         """
-        number = number_of(block_hash)
-        found = (group.by_hash.get(number) for group in self._groups.values() if group.size == size)
-        return next((key for key in found if key is not None), None)
+        groups = (group for group in self._groups.values() if _grain(group.size) == _grain(size))
+        found = (group.by_hash.get(number, _NOWHERE) for group in groups)
+        return next((key for key in found if key != _NOWHERE), _NOWHERE)
 
     def _remove(self, event: BlockRemoved) -> None:
         if event.medium not in (None, MEDIUM):
@@ -303,10 +417,19 @@ class CachedBlocks:
         group = self._groups.get(event.group_idx)
         if group is None:
             if len(self._groups) < _MOST_GROUPS:
-                self._groups[event.group_idx] = _Group(1)  # the group exists, and lacks blocks
+                self._groups[event.group_idx] = _Group()  # the group exists, and lacks blocks
             return
         for block_hash in event.block_hashes:
             group.remove(number_of(block_hash))
+
+
+def _is_usable(event: BlockStored) -> bool:
+    """Whether a store is well-formed, for the memory used for computation, and only of tokens."""
+    size, count = event.block_size, len(event.token_ids)
+    if size <= 0 or count % size or len(event.block_hashes) * size > count:
+        return False
+    is_plain = event.lora_id is None and event.lora_name is None and not any(event.extra_keys or ())
+    return is_plain and event.medium in (None, MEDIUM)
 
 
 def number_of(block_hash: BlockHash) -> int:
@@ -337,7 +460,7 @@ class SentPrompts:
         """Notes a prompt that the engine has computed or loaded completely."""
         # An engine evicts the end of a prompt before its beginning.
         for index in reversed(range(prompt.num_tokens // SENT_BLOCK)):
-            key = prompt.key(SENT_BLOCK, index)
+            key = prompt.key(SENT_BLOCK, (index + 1) * SENT_BLOCK)
             self._keys.pop(key, None)
             self._keys[key] = None
         self._room = min(self._room + 1, self._most_blocks)
@@ -346,7 +469,7 @@ class SentPrompts:
     def held(self, prompt: Prompt) -> int:
         """Expected number of tokens from the start of a prompt in the engine's cache."""
         for index in range(prompt.num_tokens // SENT_BLOCK):
-            if prompt.key(SENT_BLOCK, index) not in self._keys:
+            if prompt.key(SENT_BLOCK, (index + 1) * SENT_BLOCK) not in self._keys:
                 return index * SENT_BLOCK
         return prompt.num_tokens // SENT_BLOCK * SENT_BLOCK
 

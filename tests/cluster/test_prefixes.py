@@ -214,9 +214,9 @@ class BelievesWhatWasCleared(CachedBlocks):
 
 
 class TakesAnyParentForTheStart(CachedBlocks):
-    def _key(self, block_hash, size):
-        found = super()._key(block_hash, size)
-        return prefixes.START if found is None else found
+    def _key(self, number, size):
+        found = super()._key(number, size)
+        return prefixes.START if found < 0 else found
 
 
 class BelievesTheRestOfAChain(CachedBlocks):
@@ -233,7 +233,7 @@ class BelievesTheRestOfAChain(CachedBlocks):
 class LooksAtOneGroup(CachedBlocks):
     def held(self, prompt):
         groups = tuple(self._groups.values())
-        return max((group.size * group.count(prompt) for group in groups), default=0)
+        return max((group.count(prompt) for group in groups), default=0)
 
 
 @pytest.mark.parametrize(
