@@ -34,7 +34,7 @@ ROOMS: dict[str, int] = {
     "connectors": 4580,
     "control": 2885,
     "engine": 3635,
-    "explain": 1730,
+    "explain": 1740,
     "integrations": 4925,
     "layouts": 3605,
     "observe": 575,

@@ -9,7 +9,7 @@ from kvferry.cache.cache_shape import CacheShape
 from kvferry.cache.config_builder import group_layers
 from kvferry.engine.weights_folder import CONFIG_FILE, read_json
 from kvferry.errors import ConfigError
-from kvferry.explain.models import KNOWN_MODELS, ModelInfo, parse_model
+from kvferry.explain.models import KNOWN_MODELS, QUANTIZATION_FILE, ModelInfo, parse_model
 from kvferry.topology import GroupGeometry, ParallelShape
 from kvferry.topology.description import MAX_RANKS
 
@@ -156,7 +156,11 @@ def find_model(name: str) -> ModelInfo:
     if path.is_dir():
         path /= CONFIG_FILE
     if path.suffix == ".json" or path.is_file():
-        return parse_model(read_json(path), str(path))
+        values, beside = read_json(path), path.with_name(QUANTIZATION_FILE)
+        is_said_beside = values.get("quantization_config") is None and path.name == CONFIG_FILE
+        if is_said_beside and beside.is_file():
+            return parse_model(values, str(path), (read_json(beside), str(beside)))
+        return parse_model(values, str(path))
     near = difflib.get_close_matches(wanted, KNOWN_MODELS, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(

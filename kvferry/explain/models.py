@@ -30,17 +30,24 @@ class ModelInfo:
     """Default dtype of the KV cache: the dtype in which vLLM serves the checkpoint."""
 
 
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""File beside a ``config.json`` in which older releases of ModelOpt say how they quantised. As in
+vLLM, it counts if the ``config.json`` has no ``quantization_config``."""
 _DECODERS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys under which multimodal models describe their decoder."""
 
 
-def parse_model(values: Mapping[str, Any], where: str) -> ModelInfo:
+def parse_model(
+    values: Mapping[str, Any], where: str, quantization: tuple[Any, str] | None = None
+) -> ModelInfo:
     """The shape that a ``config.json`` describes.
 
     Args:
         values: the decoded JSON, in the format of any release of transformers; for a multimodal
             model, only its ``text_config`` is used.
         where: place of the file, for error messages.
+        quantization: content and place of a :data:`QUANTIZATION_FILE` that stands for the
+            ``quantization_config`` of the file.
 
     Raises:
         ModelError: a value is missing or has a wrong type, or the cache of a layer is unknown.
@@ -67,7 +74,8 @@ def parse_model(values: Mapping[str, Any], where: str) -> ModelInfo:
     except ValueError as error:
         raise ModelError(f"{where}: {error}") from error
     name = Path(where).parent.name or where
-    return ModelInfo(name, where, shape, _cache_dtype(text, where) or dtype)
+    said = text.get("quantization_config") or {}, f"{where}: quantization_config"
+    return ModelInfo(name, where, shape, _cache_dtype(*(quantization or said)) or dtype)
 
 
 def _served_dtype(values: Mapping[str, Any], where: str) -> str:
@@ -79,22 +87,42 @@ def _served_dtype(values: Mapping[str, Any], where: str) -> str:
     return "bfloat16" if dtype == "float32" else dtype
 
 
-def _cache_dtype(values: Mapping[str, Any], where: str) -> str | None:
-    """The KV cache's own dtype, if a quantised checkpoint has scales for it; else ``None``."""
-    quantization = values.get("quantization_config") or {}
+def _cache_dtype(quantization: Any, where: str) -> str | None:
+    """The KV cache's own dtype, if a quantised checkpoint has scales for it; else ``None``.
+
+    ``quantization`` is what the checkpoint says of its quantisation, as ``where`` has it.
+    """
     if not isinstance(quantization, dict):
-        raise ModelError(f"{where}: quantization_config is {quantization!r}; keys are needed")
+        raise ModelError(f"{where} is {quantization!r}; keys are needed")
+    places = [quantization]
+    if _is_of_modelopt(quantization):
+        places.insert(0, quantization["quantization"])
     for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
-        scheme = quantization.get(key)
+        scheme = next((place[key] for place in places if place.get(key)), None)
         bits = [scheme.get("num_bits"), scheme.get("type")] if isinstance(scheme, dict) else scheme
         if bits in ([8, "float"], "FP8", "fp8"):
             return "float8_e4m3fn"
         if scheme is not None:
             raise ModelError(
-                f"{where}: quantization_config: {key} is {scheme!r}; only 8-bit floats can be "
-                "planned; take it out of a copy of the file and write dtype= in the specs"
+                f"{where}: {key} is {scheme!r}; only 8-bit floats can be planned; take it out of "
+                "a copy of the file and write dtype= in the specs"
             )
     return None
+
+
+def _is_of_modelopt(quantization: Mapping[str, Any]) -> bool:
+    """Whether vLLM reads the keys below ``quantization``, which older releases of ModelOpt write.
+
+    vLLM does so if the weights, too, are quantised.
+    """
+    inner, producer = quantization.get("quantization"), quantization.get("producer")
+    if not isinstance(inner, dict):
+        return False
+    if str(quantization.get("quant_method", "")).startswith("modelopt"):
+        return True
+    is_made_by = isinstance(producer, dict) and producer.get("name") == "modelopt"
+    is_signed = is_made_by or "modelopt_quant_config" in inner
+    return is_signed and inner.get("quant_algo") is not None
 
 
 #: Name → model, in the order of lists for users.

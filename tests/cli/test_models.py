@@ -157,6 +157,94 @@ def test_the_dtype_is_that_in_which_the_cache_is_served():
         assert parse_model(LLAMA | values, "here").dtype == dtype
 
 
+def modelopt(*, producer="modelopt", **quantization):
+    """A ``hf_quant_config.json``, as ModelOpt up to 0.29 writes it."""
+    return {"producer": {"name": producer, "version": "0.29.0"}, "quantization": quantization}
+
+
+def written(folder, config, beside, name="config.json"):
+    """The path of a config, beside a ``hf_quant_config.json``."""
+    (folder / name).write_text(json.dumps(config))
+    (folder / "hf_quant_config.json").write_text(json.dumps(beside))
+    return str(folder / name)
+
+
+@pytest.mark.parametrize("algo", ["FP8", "fp8"])
+def test_the_dtype_of_the_cache_is_read_beside_a_config_that_says_nothing(tmp_path, algo):
+    beside = modelopt(quant_algo="NVFP4", kv_cache_quant_algo=algo, exclude_modules=["lm_head"])
+    path = written(tmp_path, LLAMA | {"torch_dtype": "float16"}, beside)
+    for each in (path, str(tmp_path)):
+        assert find_model(each).dtype == "float8_e4m3fn"
+    written(tmp_path, {"text_config": LLAMA, "quantization_config": None}, beside)
+    assert find_model(path).dtype == "float8_e4m3fn"
+
+
+@pytest.mark.parametrize(
+    ("says", "dtype"),
+    [
+        ({"quantization_config": {"quant_method": "modelopt"}}, "bfloat16"),
+        ({"quantization_config": {}}, "bfloat16"),
+        ({"quantization_config": {"kv_cache_quant_algo": "FP8"}}, "float8_e4m3fn"),
+    ],
+)
+def test_a_config_that_says_how_it_is_quantised_stands_alone(tmp_path, says, dtype):
+    beside = modelopt(quant_algo="FP8", kv_cache_quant_algo="NVFP4")
+    assert find_model(written(tmp_path, LLAMA | says, beside)).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        modelopt(quant_algo="FP8", kv_cache_quant_algo=None),
+        modelopt(quant_algo="FP8"),
+        modelopt(quant_algo=None, kv_cache_quant_algo="FP8"),
+        modelopt(quant_algo="FP8", kv_cache_quant_algo="FP8", producer="another"),
+    ],
+)
+def test_what_vllm_does_not_take_for_the_cache_changes_nothing(tmp_path, beside):
+    assert find_model(written(tmp_path, LLAMA, beside)).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}},
+        {
+            "quant_method": "modelopt_fp4",
+            "quantization": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+        },
+        modelopt(quant_algo="FP8", kv_cache_quant_algo="FP8"),
+        {
+            "quantization": {"modelopt_quant_config": {}, "quant_algo": "FP8"},
+            "kv_cache_scheme": "FP8",
+        },
+    ],
+)
+def test_keys_of_modelopt_are_read_in_either_file(tmp_path, values):
+    assert parse_model(LLAMA | {"quantization_config": values}, "here").dtype == "float8_e4m3fn"
+    assert find_model(written(tmp_path, LLAMA, values)).dtype == "float8_e4m3fn"
+
+
+def test_a_copy_under_another_name_has_nothing_beside_it(tmp_path):
+    beside = modelopt(quant_algo="NVFP4", kv_cache_quant_algo="NVFP4")
+    assert find_model(written(tmp_path, LLAMA, beside, "copy.json")).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        (modelopt(quant_algo="NVFP4", kv_cache_quant_algo="NVFP4"),
+         "kv_cache_quant_algo is 'NVFP4'; only 8-bit floats can be planned"),
+        ([], "Expected `object`, got `array`"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_plan_beside_a_config_is_said_of_its_own_file(tmp_path, beside, message):
+    path = written(tmp_path, LLAMA, beside)
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json: ") as raised:
+        find_model(path)
+    assert message in str(raised.value)
+
+
 def test_the_decoder_of_a_model_that_also_sees_is_read():
     text = LLAMA | {"model_type": "llama"}
     for key in ("text_config", "llm_config", "language_config"):

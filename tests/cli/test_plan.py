@@ -46,6 +46,18 @@ def total(pair, key):
     return sum(transfer[key] for transfer in pair["transfers"])
 
 
+def test_a_cache_that_is_quantised_beside_the_config_has_half_the_bytes(planned, tmp_path):
+    config = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, pair = planned("tp=2", "tp=1", str(tmp_path))
+    assert total(pair, "nbytes") == 4 * 8 * 8 * 2 * 2 * 512
+    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    values = {"producer": {"name": "modelopt"}, "quantization": quantization}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(values))
+    _, pair = planned("tp=2", "tp=1", str(tmp_path))
+    assert total(pair, "nbytes") == 4 * 8 * 8 * 2 * 1 * 512
+
+
 # ---- pairs that today's systems refuse ----------------------------------------------------------
 
 
