@@ -27,6 +27,22 @@ SPEC_KEYS = {
     "hybrid": "true or false: whether windows keep groups of their own",
 }
 
+_ANSWERS = {
+    "dp": "each data-parallel engine has a cache of its own; leave out dp, and plan one of these "
+    "engines with the tp of its attention",
+    "ep": "experts keep no KV; leave out ep",
+}
+"""Key that a spec does not have → reason, and what to write instead."""
+_DTYPES = {
+    "auto": None,
+    "half": "float16",
+    "float": "float32",
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_inc"), "float8_e4m3fn"),
+    "fp8_e5m2": "float8_e5m2",
+}
+"""vLLM's name of a dtype → dtype of the KV cache; ``None`` for the model's dtype."""
+_PACKED = re.compile(r"(nvfp4|turboquant|ultraquant).*|.*_(ds_mla|per_token_head)")
+"""vLLM's names of caches whose scales lie beside the elements."""
 _COUNTS = ("tp", "pp", "dcp", "pcp", "interleave", "block")
 _COMMA = re.compile(r",(?![^(]*\))")  # a layout with inner orders holds commas in brackets
 
@@ -68,6 +84,8 @@ def parse_spec(text: str, where: str) -> EngineSpec:
 
     >>> parse_spec("tp=8,block=64,layout=HND", "--prefill").block_size
     64
+    >>> parse_spec("dtype=fp8", "--prefill").dtype
+    'float8_e4m3fn'
 
     Args:
         text: ``key=value`` pairs, separated by commas.
@@ -84,6 +102,8 @@ def parse_spec(text: str, where: str) -> EngineSpec:
                 f"{where}: {entry.strip()!r} is no key=value; write {where} tp=8,block=16,"
                 f"layout=HND; {_known_keys()}"
             )
+        if key in _ANSWERS:
+            raise ConfigError(f"{where}: {key}: {_ANSWERS[key]}")
         if key not in SPEC_KEYS:
             near = difflib.get_close_matches(key, SPEC_KEYS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
@@ -114,7 +134,7 @@ def parse_spec(text: str, where: str) -> EngineSpec:
         parallel,
         block_size,
         values.get("layout", "NHD"),
-        values.get("dtype"),
+        _dtype(values.get("dtype", "auto"), where),
         _flag(values.get("hybrid", "true"), where),
         stages,
     )
@@ -128,6 +148,16 @@ def _count(value: str, key: str, where: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise ConfigError(f"{where}: {key}: {value!r} is not a whole number of 1 or more")
     return int(value)
+
+
+def _dtype(value: str, where: str) -> str | None:
+    name = value.lower()
+    if _PACKED.fullmatch(name):
+        raise ConfigError(
+            f"{where}: dtype: {value!r} has scales beside its elements, and a plan counts elements "
+            "of one dtype; start the engines and run kvferry check"
+        )
+    return _DTYPES.get(name, name)
 
 
 def _flag(value: str, where: str) -> bool:

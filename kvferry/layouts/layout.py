@@ -132,11 +132,13 @@ class Layout:
     def parse(cls, text: str) -> "Layout":
         """Parses a name, an order, or an order with inner orders; the inverse of ``str(layout)``.
 
+        ``nhd`` and ``hnd`` are names, too, because serving engines use both cases.
+
         Raises:
             ValueError: the text is none of these.
         """
-        if text in LAYOUT_NAMES:
-            return cls.named(text)
+        if text.upper() in ("NHD", "HND") or text in LAYOUT_NAMES:
+            return cls.named(text.upper())
         match = _WITH_INNER.fullmatch(text)
         if match is None:
             return cls(text)

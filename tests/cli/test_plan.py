@@ -337,6 +337,36 @@ def test_a_dtype_that_would_have_to_be_rounded_is_a_mismatch_with_its_remedy(kvf
     assert "dtype of layers 0-31: source has bfloat16, target has float8_e4m3fn" in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("fp8", "float8_e4m3fn"),
+        ("fp8_e4m3", "float8_e4m3fn"),
+        ("FP8_E4M3", "float8_e4m3fn"),
+        ("fp8_inc", "float8_e4m3fn"),
+        ("fp8_e5m2", "float8_e5m2"),
+        ("auto", "bfloat16"),
+        ("half", "float16"),
+        ("float", "float32"),
+    ],
+)
+def test_names_of_vllm_for_a_dtype_are_those_of_torch(planned, name, dtype):
+    text, pair = planned(f"tp=2,dtype={name}", f"tp=1,dtype={name}", "llama-3.2-1b")
+    assert (text, pair) == planned(f"tp=2,dtype={dtype}", f"tp=1,dtype={dtype}", "llama-3.2-1b")
+
+
+@pytest.mark.parametrize("name", ["nhd", "hnd", "Hnd"])
+def test_a_layout_is_named_in_either_case(planned, name):
+    text, pair = planned(f"layout={name}", "tp=2", "llama-3.2-1b")
+    assert (text, pair) == planned(f"layout={name.upper()}", "tp=2", "llama-3.2-1b")
+
+
+def test_no_other_key_is_proposed_for_data_parallel_ranks(kvferry):
+    outcome = kvferry(*options("tp=2,dp=2", "tp=2", "llama-3-8b"))
+    assert "did you mean" not in outcome.err
+    assert "leave out dp, and plan one of these engines" in outcome.err
+
+
 def test_a_table_of_very_many_ranks_is_cut_and_says_so(kvferry):
     outcome = kvferry(*options("tp=8,pp=8", "tp=16", "llama-3-8b", tokens=16))
 
@@ -383,6 +413,10 @@ def test_a_plan_of_specs_needs_nothing_beyond_the_base_dependencies():
         (("tp=8", "hybrid=yes", "llama-3-8b"), "hybrid: 'yes' is neither true nor false"),
         (("tp=8", "layout=HDN", "llama-3-8b"), "--decode: layout 'HDN'"),
         (("dtype=bf16", "tp=2", "llama-3-8b"), "--prefill: dtype: 'bf16' is unknown"),
+        (("dtype=nvfp4", "tp=2", "llama-3-8b"), "--prefill: dtype: 'nvfp4' has scales beside"),
+        (("tp=2", "dtype=fp8_ds_mla", "llama-3-8b"), "'fp8_ds_mla' has scales beside its elem"),
+        (("dp=2,tp=4", "tp=2", "llama-3-8b"), "--prefill: dp: each data-parallel engine has a c"),
+        (("tp=4", "tp=2,ep=8", "llama-3-8b"), "--decode: ep: experts keep no KV; leave out ep"),
         (("tp=8", "pp=99", "llama-3-8b"), "--decode: parallel: pp=99 stages for 32 layers"),
     ],
 )

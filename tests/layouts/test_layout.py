@@ -51,6 +51,13 @@ inner_layouts = st.builds(
 )
 
 
+def test_the_two_names_of_serving_engines_are_parsed_in_either_case():
+    for name in ("nhd", "hnd"):
+        assert Layout.parse(name) == Layout.named(name.upper())
+    with pytest.raises(ValueError, match="layout 'bhnd'"):
+        Layout.parse("bhnd")
+
+
 @given(st.one_of(orders.map(Layout), inner_layouts))
 def test_text_parses_back_to_the_layout(layout):
     assert Layout.parse(str(layout)) == layout
