@@ -34,6 +34,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvferry.observe.spans import RequestSpan
+from kvferry.router.copies import prompt_copy
 from kvferry.router.engine_client import NO_HEAD
 from kvferry.router.engines import Engine
 from kvferry.router.hand_over import (
@@ -57,12 +58,12 @@ from kvferry.router.rooms import (
 from kvferry.serving import web
 from kvferry.serving.openai import ApiError
 
-_ONLY_DECODE = ("n", "best_of", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs")
-"""Fields that the prefill engine does not get: they shape an answer, and its answer is dropped."""
 _PROMPTS = ("prompt", "prompt_embeds", "text", "input_ids")
 """Fields of a prompt, or of several prompts."""
 _BYTES_PER_TOKEN = 4
 """Estimated number of bytes of a body per token; the router has no tokens of this body."""
+_ONE_TOKEN = {"stream": False, "max_tokens": 1}
+"""Fields of a body in a room for which there is no copy: the prefill engine judges all others."""
 _LENDS = {"kv_transfer_params": REMOTE_DECODE}
 """Fields with which a prefill engine lends a prompt for an engine that works later."""
 _DETAILS = re.compile(rb'"prompt_tokens_details":\s*\{[^{}]*\}')
@@ -117,7 +118,9 @@ class BodyRequest(RoutedRequest[Forwarded]):
     @property
     def may_be_at_once(self) -> bool:
         """Whether both engines may get this attempt at the same time."""
-        return self.attempt == 1 and self.wants_prefill
+        if self.attempt > 1 or not self.wants_prefill:
+            return False
+        return prompt_copy(self.path, self.body) is not None
 
     def pays_at_once(self, prefill: Engine, decode: Engine) -> bool:
         """Whether the prompt is probably long enough for two requests at the same time."""
@@ -138,23 +141,23 @@ class BodyRequest(RoutedRequest[Forwarded]):
     async def compute(self, engine: Engine, loan: Mapping[str, Any] | None) -> Reply:
         """Has an engine compute the prompt. The sampled token does not count and may not end the
         answer. An SGLang server gets the whole body, as its row of metadata serves the decode
-        server, and samples a single token.
+        server, and samples a single token. In turn, a body without a copy
+        (:mod:`kvferry.router.copies`) is left to the decode engine.
 
         Raises:
             _RefusedError: the engine refuses the request.
             EngineDownError: the engine cannot be reached, went away or answers 503.
             ApiError: 502, the engine's answer does not decode.
         """
-        left_out = ("stream_options",) if engine.needs_room else _ONLY_DECODE
-        body = {name: value for name, value in self.body.items() if name not in left_out}
-        body["stream"] = False
-        if not engine.needs_room:
-            body["max_tokens"] = 1
-            if "max_completion_tokens" in body:
-                body["max_completion_tokens"] = 1
-            if "min_tokens" in body:
-                # The first token may count: it may not be the end where the client forbids that.
-                body["min_tokens"] = int(bool(body["min_tokens"]))
+        if engine.needs_room:
+            body = {**self.body, "stream": False}
+            if self.body.get("stream"):
+                body.pop("stream_options", None)
+        else:
+            copy = prompt_copy(self.path, self.body)
+            if copy is None and self.joined is None:
+                return Reply()  # nothing is lent, so the decode engine gets the client's own body
+            body = copy or {**self.body, **_ONE_TOKEN}
         body.update(_LENDS if self.joined is None else self.joined.lends)
         forwarded = await self._forward(engine, body)
         content = await forwarded.read()

@@ -3,10 +3,14 @@
 import asyncio
 import contextlib
 import json
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +47,24 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_client, "CONNECT_TIMEOUT_S", WAIT_S)
     monkeypatch.setattr(health, "CHANNEL_S", WAIT_S)
     monkeypatch.setattr(members, "MEETING_WAIT_S", WAIT_S)
+
+
+@contextlib.contextmanager
+def running_router(prefill: Sequence[str], decode: Sequence[str], *options: str) -> Iterator[str]:
+    """The command ``kvferry router`` before these servers, all of them well; yields its address."""
+    command = [sys.executable, "-m", "kvferry.cli", "router", "--port", "0", *options]
+    for role, urls in (("--prefill", prefill), ("--decode", decode)):
+        command += [word for url in urls for word in (role, url)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = (re.search(r"http://127\.0\.0\.1:\d+(?=/v1 )", line) for line in process.stdout)
+            url = next(filter(None, found)).group()
+            with httpx.Client(base_url=url, timeout=WAIT_S, trust_env=False) as client:
+                _until_ready(client)
+            yield url
+        finally:
+            process.send_signal(signal.SIGINT)
 
 
 def leave(client: httpx.Client, when: Callable[[], Any], **body: Any) -> None:

@@ -200,7 +200,7 @@ def test_a_body_the_router_does_not_understand_reaches_the_decode_server_as_it_i
     assert asked_p["max_tokens"] == 1
     assert asked_p["stream"] is False
     assert asked_p["tools"] == [{"type": "function"}]  # they are part of the prompt
-    assert "logprobs" not in asked_p
+    assert (asked_p["logprobs"], asked_p["top_logprobs"]) == (True, 3)
     assert asked_p["kv_transfer_params"]["do_remote_decode"] is True
     assert "keep_first_token" not in asked_p["kv_transfer_params"]
     assert asked_d == {
@@ -614,7 +614,7 @@ def test_both_servers_get_a_body_with_one_signed_transfer(at_once, clients, stre
 
     assert content == (b"".join(EVENTS) if stream else JSONResponse(ANSWER).body)
     (asked,), (drawn,) = prefill.bodies, decode.bodies
-    assert (asked["max_tokens"], asked["stream"], "logprobs" in asked) == (1, False, False)
+    assert (asked["max_tokens"], asked["stream"]) == (1, False)
     lent, loaded = asked["kv_transfer_params"], drawn.pop("kv_transfer_params")
     assert lent["do_remote_decode"]
     assert loaded == {"do_remote_prefill": True, "transfer": lent["transfer"]}
@@ -650,7 +650,7 @@ def test_a_prefill_server_that_is_not_needed_is_ended_and_the_answer_does_not_wa
 
 @pytest.mark.parametrize(("refusing", "status"), [("prefill", 400), ("decode", 422)])
 def test_a_refusal_of_one_server_is_the_answer_and_ends_the_others_work(at_once, refusing, status):
-    """That of the decode server may be of a field that the prefill server is not told."""
+    """That of the decode server may be of a length that the prefill server is not told."""
     setup = at_once()
     servers = setup.prefill + setup.decode
     one, other = servers if refusing == "prefill" else servers[::-1]

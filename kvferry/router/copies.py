@@ -1,0 +1,84 @@
+"""The prefill engine's copy of a body in the client's own words.
+
+The prefill engine computes the prompt and samples a single token, which does not count. So its copy
+asks for one token, no stream, and no log probabilities of the prompt. All other fields stay as the
+client wrote them, the log probabilities of the answer too: for one token these cost little, and
+other fields need them (``logprob_token_ids``).
+
+A server that refuses the client's body must refuse the copy too, or the prompt would be computed
+for nothing. So there is a copy only if the fields that the router changes are valid, alone and
+together. Any other body goes to a decode engine alone, which says in its own words what is wrong.
+
+Some rules need the server: the number of prompt tokens plus ``max_tokens`` beside the longest
+sequence, ``min_tokens`` beside the server's own default of ``max_tokens``, and the server's limit
+for log probabilities of the prompt. A body that breaks one of these is computed by the prefill
+engine, and refused by the decode engine.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+_DEFAULT_MAX_TOKENS = 16
+"""``max_tokens`` of a completion without this field. Releases of vLLM differ in the meaning of
+``null``: 16, or as many tokens as there is room for."""
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _Changed(msgspec.Struct):
+    """The fields of a body that a copy changes, with the types that JSON has for them."""
+
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    echo: bool | None = None
+    use_beam_search: bool | None = None
+
+
+def prompt_copy(path: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The body with which a prefill engine computes the prompt, without transfer parameters.
+
+    Returns:
+        ``None`` if a decode engine should get the body alone: servers refuse the body, or sample no
+        token, or search with beams, for which servers lend no KV.
+
+    >>> prompt_copy("/v1/completions", {"prompt": "a", "max_tokens": 9, "min_tokens": 3})
+    {'prompt': 'a', 'max_tokens': 1, 'min_tokens': 1, 'stream': False}
+    >>> prompt_copy("/v1/completions", {"prompt": "a", "max_tokens": 9, "min_tokens": 10})
+    """
+    try:
+        wanted = msgspec.convert(body, _Changed)
+    except msgspec.ValidationError:
+        return None
+    most = wanted.max_tokens
+    if path.endswith("/chat/completions"):
+        most = most if wanted.max_completion_tokens is None else wanted.max_completion_tokens
+    elif most is None:
+        most = _DEFAULT_MAX_TOKENS
+    if most is not None and (most < 1 or most < (wanted.min_tokens or 0)):
+        return None
+    # An object without fields is allowed without a stream.
+    if body.get("stream_options") if not wanted.stream else wanted.prompt_logprobs:
+        return None
+    if wanted.use_beam_search:
+        return None
+    left_out = ("stream_options", "prompt_logprobs")
+    copy = {name: value for name, value in body.items() if name not in left_out}
+    copy |= {"max_tokens": 1, "stream": False}
+    if "max_completion_tokens" in body:
+        copy["max_completion_tokens"] = 1
+    if wanted.min_tokens:
+        # The first token may count: it may not be the end where the client forbids that.
+        copy["min_tokens"] = 1
+    if wanted.echo:
+        copy["echo"] = False  # it would bring the log probabilities of the prompt
+    return copy

@@ -1,0 +1,135 @@
+"""vLLM's own request classes take a prefill server's copy exactly where they take the body itself.
+
+Not judged here are rules that need a server, because the classes do not know them:
+
+- lengths: the prompt plus ``max_tokens`` beside the longest sequence, ``min_tokens`` beside the
+  room that is left, the server's own default of ``max_tokens``;
+- limits: ``--max-logprobs``, the number of prompts, ``priority`` without a scheduler for it;
+- parsers: ``tool_choice`` without a tool parser, ``reasoning_effort`` without a reasoning parser,
+  grammars that the backend of structured outputs does not know;
+- the vocabulary (token ids, ``bad_words``), and names of models and adapters.
+
+Of these only lengths and ``prompt_logprobs`` beyond the limit depend on a field that the copy
+changes.
+"""
+
+import copy
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's are not ours
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.exceptions import VLLMValidationError
+
+from kvferry.router.copies import prompt_copy
+from kvferry.router.rooms import REMOTE_DECODE
+
+ROOM = 512
+"""Tokens that are left for an answer."""
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CLASSES = {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest}
+LEAST: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "?"}]},
+    COMPLETIONS: {"prompt": "a"},
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+VALUES = {
+    "stream": (None, False, True),
+    "stream_options": (None, {}, {"include_usage": True}, {"include_usage": "perhaps"}, 1),
+    "max_tokens": (None, 0, 1, 5, -1, "many"),
+    "max_completion_tokens": (None, 0, 5),
+    "min_tokens": (None, 0, 1, 5, 6, 17, -1, "few"),
+    "prompt_logprobs": (None, 0, 2, -1, -2, "2"),
+    "echo": (None, False, True),
+    "logprobs": (None, False, True, 0, 2, -1, -2),
+    "top_logprobs": (None, 0, 2, -1, -2),
+    "logprob_token_ids": (None, [], [3, 7]),
+    "use_beam_search": (False, True),
+    "n": (None, 1),
+    "best_of": (1,),
+    "return_token_ids": (True,),
+    "stop": ("x", [""]),
+    "tools": ([], TOOLS),
+    "tool_choice": ("auto", "none", "required", {"function": {"name": "g"}}),
+    "response_format": ({"type": "json_object"}, {"type": "json_schema"}),
+    "continue_final_message": (True,),
+    "stream_interval": (0, 2),
+    "temperature": (0, 3),
+}
+"""Field → values of the generated bodies."""
+UNUSUAL = ({"stream": "true"}, {"stream": 1}, {"max_tokens": "5"}, {"max_tokens": 5.0})
+"""Values that vLLM takes for values of another type."""
+
+
+def bodies(path, most_fields):
+    """All bodies with so many of the fields."""
+    for count in range(most_fields + 1):
+        for names in itertools.combinations(VALUES, count):
+            for values in itertools.product(*(VALUES[name] for name in names)):
+                yield LEAST[path] | dict(zip(names, values, strict=True))
+
+
+def is_taken(path, body):
+    """Whether the request class, and the sampling parameters that it makes, take a body."""
+    try:
+        request = CLASSES[path].model_validate(copy.deepcopy(body))
+        most = request.max_tokens
+        if path == CHAT and request.max_completion_tokens is not None:
+            most = request.max_completion_tokens
+        most = ROOM if most is None else most
+        if request.use_beam_search:
+            # The handlers, not the classes, refuse this.
+            return not request.stream and bool(request.to_beam_search_params(most, {}))
+        return bool(request.to_sampling_params(most, {}))
+    except (VLLMValidationError, ValueError, TypeError, LookupError, AttributeError):
+        return False
+
+
+def needs_no_copy(path, body):
+    """Whether a body that a release takes has no copy: prefill could not help, or releases differ
+    in what ``null`` means.
+    """
+    if body.get("use_beam_search"):
+        return True
+    is_null = body.get("max_tokens", 16) is None and body.get("min_tokens") == 17
+    return path == COMPLETIONS and (body.get("max_tokens") == 0 or is_null)
+
+
+@pytest.mark.parametrize("path", CLASSES)
+def test_a_copy_is_taken_exactly_where_the_body_is(path):
+    taken = refused = 0
+    for body in bodies(path, 3):
+        made, expected = prompt_copy(path, body), is_taken(path, body)
+        if made is None:
+            assert not expected or needs_no_copy(path, body), body
+        else:
+            lends = {**made, "kv_transfer_params": REMOTE_DECODE}
+            assert is_taken(path, lends) is expected, (body, made)
+        taken += expected
+        refused += not expected
+    assert min(taken, refused) > 5000
+
+
+@pytest.mark.parametrize("path", CLASSES)
+@pytest.mark.parametrize("values", UNUSUAL, ids=str)
+def test_a_value_of_another_type_is_left_to_the_decode_server(path, values):
+    body = LEAST[path] | values
+    assert is_taken(path, body)
+    assert prompt_copy(path, body) is None
+
+
+@pytest.mark.parametrize("path", CLASSES)
+def test_a_copy_asks_for_nothing_that_takes_long(path):
+    for made in filter(None, (prompt_copy(path, body) for body in bodies(path, 2))):
+        if is_taken(path, made):
+            request = CLASSES[path].model_validate(copy.deepcopy(made))
+            params = request.to_sampling_params(request.max_tokens, {})
+            assert (params.max_tokens, params.prompt_logprobs, request.stream) == (1, None, False)
