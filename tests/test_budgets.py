@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "integrations": 4925,
     "layouts": 3605,
     "observe": 575,
-    "router": 4806,
+    "router": 4878,
     "serving": 995,
     "testing": 3915,
     "topology": 2210,

@@ -29,11 +29,15 @@ from kvferry.router.health import EngineHealth, Status, Told
 from kvferry.router.pace import Pace
 from kvferry.router.replies import (
     EngineDownError,
+    EngineFailedError,
     EngineRefusedError,
     Forwarded,
+    Refusal,
     Reply,
+    beginning,
     code_of,
     error_in,
+    status_of,
 )
 from kvferry.serving import web
 from kvferry.serving.messages import Role
@@ -42,6 +46,8 @@ from kvferry.serving.openai import ApiError
 NEW_CONNECTIONS_S = 60.0
 """Seconds of caution after an engine has closed a kept connection under a request. In this time,
 requests that must not arrive twice use new connections."""
+_OF_ERROR = [(b"content-type", b"application/json")]
+"""Headers of the answer made of an error that was the first event of a stream."""
 _REST_S = 2.0
 """Seconds after which the rest of an answer that no caller reads any more is dropped."""
 
@@ -140,7 +146,11 @@ class Engine:
             finally:
                 response.close()
             await self._raise_for_status(response, content)
-            return self._checked(content, response)
+            reply = self._checked(content, response)
+            if reply.error is not None:
+                status = status_of(reply.error)
+                raise await self._failure(status, reply.error, content, response.headers)
+            return reply
 
     async def stream(
         self, body: Mapping[str, Any], request_id: str, span: RequestSpan, head: Head = NO_HEAD
@@ -154,7 +164,7 @@ class Engine:
         async with self._working(span) as (wait, trace):
             asked = {**body, "stream": True}
             response = await self._send("/v1/completions", asked, request_id, trace, head)
-            ended = False
+            began = ended = False
             try:
                 if response.status != 200:
                     await self._raise_for_status(response, await response.read())
@@ -164,6 +174,11 @@ class Engine:
                         ended = True
                         break
                     reply = self._checked(payload, response)
+                    if (error := reply.error) is not None:
+                        if not began:
+                            raise await self._failure(status_of(error), error, payload, _OF_ERROR)
+                        raise ApiError(500, self._attribute(error.message), code=code_of(error))
+                    began = True
                     # The caller may stop after the finish reason.
                     ended = reply.finish_reason is not None
                     yield reply
@@ -186,20 +201,25 @@ class Engine:
         method: str = "POST",
         *,
         once: bool = False,
+        events: int = 1,
     ) -> Forwarded:
         """Sends a body unchanged, as a part of ``span``, and waits for the first bytes of the
-        answer, which may be a refusal. The caller must close the answer. With ``once`` the request
-        must not arrive twice.
+        answer, which may be a refusal; of a stream, for the first ``events`` events. The caller
+        must close the answer. With ``once`` the request must not arrive twice.
 
         Raises:
-            EngineDownError: the engine cannot be reached, went away or answers 503.
+            EngineDownError: the engine cannot be reached, went away, answers 503 or is not well.
+            EngineFailedError: the engine failed the request and is well.
         """
         async with self._working(span) as (_, trace):
             response = await self._send(path, body, request_id, trace, head, method, once=once)
             try:
-                if response.status == 503:
+                if response.status >= 500:
                     await self._raise_for_status(response, await response.read())
-                first = await response.some()
+                first, error = await beginning(response, events)
+                if error is not None:
+                    said = error_in(error)
+                    raise await self._failure(status_of(said), said, error, _OF_ERROR)
                 return Forwarded(response, first, self.pace.requests, self.health.lost)
             except BaseException:
                 response.close()
@@ -322,20 +342,27 @@ class Engine:
         self._waits.clear()
 
     async def _raise_for_status(self, response: Response, content: bytes) -> None:
-        status = response.status
-        if status == 200:
-            return
-        error = error_in(content)
+        if response.status != 200:
+            error = error_in(content)
+            raise await self._failure(response.status, error, content, response.headers)
+
+    async def _failure(
+        self, status: int, error: Refusal, content: bytes, headers: list[tuple[bytes, bytes]]
+    ) -> ApiError:
+        """The error for an answer that is an error from its beginning. Only the engine's health
+        check shows whether a failure (5xx) concerns this request alone.
+        """
+        if status < 500:
+            told = ApiError(status, error.message, code=code_of(error))
+            if not self.told.is_ours:
+                told.content, told.headers = content, headers
+            return told
+        await self.health.probe_anew()
+        if not self.status.healthy:
+            return self.health.down(error.message or f"says {status}", reached=True)
         if status == 503:
-            # Only the engine's health check shows whether the 503 concerns this request alone.
-            await self.health.probe_anew()
-            if self.status.healthy:
-                raise EngineRefusedError(self.health.title, error, content, response.headers)
-            raise self.health.down(error.message or "says 503", reached=True)
-        told = ApiError(status, self._attribute(error.message, status), code=code_of(error))
-        if status < 500 and not self.told.is_ours:
-            told.content, told.headers = content, response.headers
-        raise told
+            return EngineRefusedError(self.health.title, error, content, headers)
+        return EngineFailedError(self.health.title, status, error, content, headers)
 
     def _checked(self, payload: bytes, response: Response) -> Reply:
         try:
@@ -344,8 +371,6 @@ class Engine:
             reply.own, reply.headers = own, response.headers
         except msgspec.DecodeError as error:
             raise ApiError(502, self._attribute(f"its answer does not decode: {error}")) from error
-        if reply.error is not None:
-            raise ApiError(500, self._attribute(reply.error.message), code=code_of(reply.error))
         return reply
 
     async def _read_rest(self, response: Response) -> None:
@@ -357,11 +382,9 @@ class Engine:
         finally:
             response.close()
 
-    def _attribute(self, message: str, status: int = 500) -> str:
-        """Adds the engine's name to the message of an engine's fault, not to the message of a
-        request's fault.
-        """
-        return message if status < 500 else f"{self.health.title}: {message}"
+    def _attribute(self, message: str) -> str:
+        """Adds the engine's name to the message of an engine's fault."""
+        return f"{self.health.title}: {message}"
 
 
 async def _let_end(work: asyncio.Task[Any]) -> None:

@@ -31,7 +31,12 @@ from kvferry.router.engine_client import NO_HEAD
 from kvferry.router.engines import Engine
 from kvferry.router.headers import Head
 from kvferry.router.members import EnginePool, NoEngineError
-from kvferry.router.replies import EngineDownError, EngineRefusedError, Reply
+from kvferry.router.replies import (
+    EngineDownError,
+    EngineFailedError,
+    EngineRefusedError,
+    Reply,
+)
 from kvferry.router.rooms import Joined
 from kvferry.serving.openai import ApiError
 
@@ -209,6 +214,11 @@ class RoutedRequest(ABC, Generic[Told]):
         """Whether the answer is complete."""
         return False
 
+    @property
+    def may_be_repeated(self) -> bool:
+        """Whether another engine may get the request after an engine has worked on it."""
+        return True
+
     # ---- the state of the attempts ----------------------------------------------------------
 
     @property
@@ -260,29 +270,52 @@ class RoutedRequest(ABC, Generic[Told]):
                 raise ApiError(503, message, code="engine_unavailable")
         return engine
 
-    def failed(self, engine: Engine, error: ApiError, loaded: Loan | None = None) -> None:
-        """Notes an engine that did not serve the request. Returns if another engine may serve it.
+    def failed(
+        self,
+        engine: Engine,
+        error: ApiError,
+        loaned: Loan | None = None,
+        *,
+        may_skip: bool = False,
+    ) -> bool:
+        """Notes an engine that did not serve the request, and decides what follows: the only place
+        that knows the classes of failures.
 
-        ``loaded`` is the KV that the engine was to load. If the load failed, the prompt itself may
-        be valid.
+        ``loaned`` is the KV that the engine was to load, or to lend while it computes; ``None`` if
+        the engine has begun its answer. If a load failed, the prompt itself may be valid.
+
+        Returns:
+            Whether the step is left out, which ``may_skip`` allows; otherwise another engine may
+            serve the step.
 
         Raises:
-            ApiError: ``error`` itself. It is no fault of the engine; or a second engine may have
-                died of the request, and the router risks no third engine.
-            StartAgainError: the load failed; or the engine is healthy, and may have used the lent
-                KV.
+            ApiError: ``error`` itself. It is no fault of the engine; or nothing else could help; or
+                a second engine may have died of the request, and the router risks no third engine.
+            StartAgainError: a loan may be the reason of the failure; or the engine is healthy, and
+                may have used the lent KV.
         """
-        if not isinstance(error, EngineDownError):
-            if loaded is None or loaded.params is None or not _is_failed_load(error):
-                raise error
-            self.failed_loads += 1
-            if self.failed_loads > MOST_FAILED_LOADS:
-                raise error
-            raise StartAgainError from error
+        if isinstance(error, EngineDownError):
+            self._replace(engine, error)
+            return False
+        has_loan = loaned is not None and loaned.params is not None
+        is_failure = isinstance(error, EngineFailedError)
+        if is_failure and may_skip and not has_loan:
+            return True
+        if not has_loan or not (is_failure or _is_failed_load(error)):
+            raise error
+        self.failed_loads += 1
+        if self.failed_loads > MOST_FAILED_LOADS:
+            raise error
+        raise StartAgainError from error
+
+    def _replace(self, engine: Engine, error: EngineDownError) -> None:
+        """Notes an engine that another engine may replace; see :meth:`failed`."""
         if isinstance(error, EngineRefusedError):
             self.unreached.add(engine)
             self.refusal = engine, error
             return
+        if error.reached and not self.may_be_repeated:
+            raise error
         if error.is_well:
             raise StartAgainError from error
         if not error.reached:
@@ -455,7 +488,8 @@ class HandOver:
             try:
                 reply = await request.compute(engine, borrowed.params)
             except ApiError as error:
-                request.failed(engine, error, borrowed)
+                if request.failed(engine, error, borrowed, may_skip=self.prefill.dispensable):
+                    return None
             else:
                 borrowed.fetched()
                 loan.give_back()
@@ -515,7 +549,7 @@ class HandOver:
                     try:
                         first = request.take_first(await computing, prefill)
                     except ApiError as error:
-                        request.failed(prefill, error, borrowed)
+                        request.failed(prefill, error, lent)
                         raise StartAgainError from error
                 borrowed.fetched()
                 loan.give_back()

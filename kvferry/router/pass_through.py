@@ -39,15 +39,13 @@ from kvferry.router.engine_client import NO_HEAD
 from kvferry.router.engines import Engine
 from kvferry.router.hand_over import (
     LEAST_AT_ONCE,
-    MOST_FAILED_LOADS,
     HandOver,
     Loan,
     RoutedRequest,
-    StartAgainError,
 )
 from kvferry.router.headers import Head
 from kvferry.router.members import EnginePool
-from kvferry.router.replies import EVENT_END, Forwarded, Reply
+from kvferry.router.replies import EVENT_END, EngineFailedError, Forwarded, Reply
 from kvferry.router.rooms import (
     REMOTE_DECODE,
     Joined,
@@ -60,6 +58,10 @@ from kvferry.serving.openai import ApiError
 
 _PROMPTS = ("prompt", "prompt_embeds", "text", "input_ids")
 """Fields of a prompt, or of several prompts."""
+_RESPONSES = "/v1/responses"
+"""The path on which servers run tools themselves."""
+_OF_CLIENTS = ("function", "custom")
+"""Types of the tools that a client runs."""
 _BYTES_PER_TOKEN = 4
 """Estimated number of bytes of a body per token; the router has no tokens of this body."""
 _ONE_TOKEN = {"stream": False, "max_tokens": 1}
@@ -122,6 +124,16 @@ class BodyRequest(RoutedRequest[Forwarded]):
             return False
         return prompt_copy(self.path, self.body) is not None
 
+    @property
+    def may_be_repeated(self) -> bool:
+        """Whether no tool of the request runs in the server: such a tool may have done its work."""
+        if self.path != _RESPONSES or self.own is None:
+            return True
+        body = _decoded(self.own)
+        tools = body.get("tools") if isinstance(body, dict) else None
+        listed = tools if isinstance(tools, list) else []
+        return all(tool.get("type") in _OF_CLIENTS for tool in listed if isinstance(tool, dict))
+
     def pays_at_once(self, prefill: Engine, decode: Engine) -> bool:
         """Whether the prompt is probably long enough for two requests at the same time."""
         return len(msgspec.json.encode(self.body)) >= _BYTES_PER_TOKEN * LEAST_AT_ONCE
@@ -146,7 +158,8 @@ class BodyRequest(RoutedRequest[Forwarded]):
 
         Raises:
             _RefusedError: the engine refuses the request.
-            EngineDownError: the engine cannot be reached, went away or answers 503.
+            EngineDownError: the engine cannot be reached, went away, answers 503 or is not well.
+            EngineFailedError: the engine failed the request and is well.
             ApiError: 502, the engine's answer does not decode.
         """
         if engine.needs_room:
@@ -162,7 +175,7 @@ class BodyRequest(RoutedRequest[Forwarded]):
         forwarded = await self._forward(engine, body)
         content = await forwarded.read()
         if forwarded.status != 200:
-            raise self._refusal(forwarded, content)
+            raise _RefusedError(forwarded.status, content, forwarded.headers)
         try:
             # SGLang answers several prompts on a path of its own with a list.
             told = msgspec.json.decode(content, type=Reply | list[Any])
@@ -186,7 +199,7 @@ class BodyRequest(RoutedRequest[Forwarded]):
 
         Raises:
             ApiError: 400, an SGLang server would have to compute several sequences.
-            StartAgainError: the engine failed beside the prefill engine.
+            EngineFailedError: the engine failed the request and is well.
             _RefusedError: the engine refuses the request beside the prefill engine.
         """
         body: Mapping[str, Any] | bytes = self.body if self.own is None else self.own
@@ -201,13 +214,8 @@ class BodyRequest(RoutedRequest[Forwarded]):
         elif lent is not None:
             body = {**self.body, "kv_transfer_params": lent}
         self.forwarded = forwarded = await self._forward(engine, body)
-        if self.joined is not None:
-            # The first event of a chat contains only the role of the speaker.
-            events = 2 if self.path.endswith("/chat/completions") else 1
-            if await forwarded.has_failed(events) and self._may_fail():
-                raise StartAgainError
-            if forwarded.status != 200:
-                raise self._refusal(forwarded, await forwarded.read())
+        if self.joined is not None and forwarded.status != 200:
+            raise _RefusedError(forwarded.status, await forwarded.read(), forwarded.headers)
         yield forwarded
 
     def is_lost(self, error: ApiError, lent: Loan) -> bool:
@@ -227,25 +235,21 @@ class BodyRequest(RoutedRequest[Forwarded]):
         if self.forwarded is not None:
             self.forwarded.close()
 
-    def _may_fail(self) -> bool:
-        """Whether another attempt may mend a failure of an engine. The failure is counted: engines
-        in a room never work in turn, so the same failure may come again and again.
-        """
-        self.failed_loads += 1
-        return self.failed_loads <= MOST_FAILED_LOADS
-
-    def _refusal(self, forwarded: Forwarded, content: bytes) -> Exception:
-        """The error for an engine's answer other than 200."""
-        if self.joined is not None and forwarded.status >= 500 and self._may_fail():
-            return StartAgainError()
-        return _RefusedError(forwarded.status, content, forwarded.headers)
-
     async def _forward(self, engine: Engine, body: Mapping[str, Any] | bytes) -> Forwarded:
         """Sends this attempt to the engine and returns the engine's answer; see
         :meth:`Engine.forward`.
         """
-        request_id = self.engine_request_id
-        return await engine.forward(self.path, body, request_id, self.span, self.head, self.method)
+        return await engine.forward(
+            self.path,
+            body,
+            self.engine_request_id,
+            self.span,
+            self.head,
+            self.method,
+            once=not self.may_be_repeated,
+            # The first event of a chat contains only the role of the speaker.
+            events=2 if self.path.endswith("/chat/completions") else 1,
+        )
 
     @property
     def is_counted_elsewhere(self) -> bool:
@@ -314,6 +318,8 @@ class PassThrough:
             asked.close()  # the answer may have begun just as the client left, or as it is refused
             if isinstance(error, _RefusedError):
                 return _relayed(Response(error.content, error.status), error.headers, asked)
+            if isinstance(error, EngineFailedError):
+                error.content, error.headers = error.own
             if isinstance(error, ApiError):
                 error.headers = [*error.headers, _id_of(asked)]
             raise
@@ -350,7 +356,8 @@ class PassThrough:
                 )
                 status, content = one.status, await one.read()
             except ApiError as error:
-                status, content = error.status, error.content or msgspec.json.encode(error.body())
+                own = error.own[0] if isinstance(error, EngineFailedError) else error.content
+                status, content = error.status, own or msgspec.json.encode(error.body())
             told = {"name": engine.name, "role": engine.role, "status": status}
             return {**told, "body": _decoded(content)}
 

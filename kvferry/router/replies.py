@@ -4,6 +4,7 @@ The fields on the wire are the fields of vLLM's ``/v1/completions`` (``return_to
 ``kv_transfer_params``); no code here depends on the reference engine.
 """
 
+import re
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -18,6 +19,10 @@ from kvferry.serving.openai import ApiError
 
 EVENT_END = b"\n\n"
 """End of an event in a stream."""
+_EVENT_ENDS = re.compile(rb"\r?\n\r?\n")
+"""End of an event in a stream, also of servers that end a line with two characters."""
+_MOST_BEGINNING = 1 << 16
+"""Number of bytes after which a stream has begun, whatever its events are."""
 VLLM_LOAD_FAILED = "Internal server error"
 """The whole message of a vLLM server after a failed load under the policy ``fail``."""
 
@@ -53,6 +58,24 @@ class EngineRefusedError(EngineDownError):
         super().__init__(engine, error.message, reached=error.code != DrainingError.__name__)
         self.code = code_of(error) or self.code
         self.content, self.headers = content, headers
+
+
+class EngineFailedError(ApiError):
+    """An engine fails a request with 500 before the first part of the answer, and answers its
+    health check with 200.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        status: int,
+        error: Refusal,
+        content: bytes,
+        headers: list[tuple[bytes, bytes]],
+    ) -> None:
+        super().__init__(status, f"{engine}: {error.message}", code=code_of(error))
+        self.own = content, headers
+        """Body and headers of the engine's answer, for clients whose own bodies the engine got."""
 
 
 class _Choice(msgspec.Struct):
@@ -129,7 +152,7 @@ class Forwarded:
         self.status = response.status
         self.headers = response.headers
         """Headers of the answer for the client."""
-        self.is_stream = response.content_type.startswith("text/event-stream")
+        self.is_stream = is_stream(response)
         """Whether the answer is a stream of events."""
         self._requests = requests
         self._lost = lost
@@ -137,23 +160,6 @@ class Forwarded:
         self._first = first
         self._open = True
         requests.add(1)
-
-    async def has_failed(self, events: int) -> bool:
-        """Whether the answer reports a failure of the engine: by its status, or in the first
-        ``events`` events of a stream. The method waits for these events.
-
-        Raises:
-            EngineDownError: the engine went away.
-        """
-        if not self.is_stream:
-            return self.status >= 500
-        try:
-            while self._first.count(EVENT_END) < events and (more := await self._response.some()):
-                self._first += more
-        except ClientError as error:
-            raise self._lost(error) from error
-        first = self._first.split(EVENT_END)[:events]
-        return any(said_error(event.removeprefix(b"data:")) is not None for event in first)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yields the answer as it comes.
@@ -192,11 +198,43 @@ class Forwarded:
             self._response.close()
 
 
+def is_stream(response: Response) -> bool:
+    """Whether an answer is a stream of events."""
+    return response.content_type.startswith("text/event-stream")
+
+
+async def beginning(response: Response, events: int) -> tuple[bytes, bytes | None]:
+    """Reads the first bytes of an answer; of a stream, the first ``events`` events, or as many
+    bytes as an error does not have.
+
+    Returns:
+        The bytes; and the event that reports an error of the engine, ``None`` if there is none.
+
+    Raises:
+        ClientError: the answer broke off.
+    """
+    first = await response.some()
+    if not is_stream(response):
+        return first, None
+    while len(first) < _MOST_BEGINNING and len(_EVENT_ENDS.findall(first)) < events:
+        if not (more := await response.some()):
+            break
+        first += more
+    told = [event.partition(b"data:")[2] for event in _EVENT_ENDS.split(first)[:events]]
+    errors = [event for event in told if (error := said_error(event)) and status_of(error) >= 500]
+    return first, errors[0] if errors else None
+
+
+def status_of(error: Refusal) -> int:
+    """The HTTP status of an error in a stream: 500 if the error names no status."""
+    return error.code if isinstance(error.code, int) and 400 <= error.code < 600 else 500
+
+
 def said_error(content: bytes) -> Refusal | None:
     """The error in an answer of OpenAI's form; ``None`` if the answer has no error."""
     try:
         return msgspec.json.decode(content, type=Reply).error
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -61,7 +61,7 @@ def running_router(prefill: Sequence[str], decode: Sequence[str], *options: str)
             found = (re.search(r"http://127\.0\.0\.1:\d+(?=/v1 )", line) for line in process.stdout)
             url = next(filter(None, found)).group()
             with httpx.Client(base_url=url, timeout=WAIT_S, trust_env=False) as client:
-                _until_ready(client)
+                wait_until_healthy(client)
             yield url
         finally:
             process.send_signal(signal.SIGINT)
@@ -437,7 +437,7 @@ def make_setup(
         setup = Setup(fakes[:prefill], fakes[prefill:], client, servers)
         setup.says("Hello")
         if wait:
-            _until_ready(client)
+            wait_until_healthy(client)
         return setup
 
     yield make
@@ -445,7 +445,9 @@ def make_setup(
         client.close()
 
 
-def _until_ready(client: httpx.Client) -> None:
+def wait_until_healthy(client: httpx.Client) -> None:
+    """Waits for the first health checks of a router's engines."""
+
     def is_ready() -> bool:
         with contextlib.suppress(httpx.ConnectError):
             engines = client.get("/health").json()["engines"]

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from kvferry.control.tickets import read_transfer
 from kvferry.observe.spans import RequestSpan
-from kvferry.router.engine_client import EngineClient
+from kvferry.router.engine_client import EngineClient, HttpAnswer
 from kvferry.router.engines import Engine
 from kvferry.router.hand_over import HandOver
 from kvferry.router.health import Status, Told
@@ -472,8 +472,14 @@ class PlayedClient:
         self.asked.set()
         return self
 
+    async def ask(self, method, url):
+        return HttpAnswer(200, b'{"data": [{"id": "big", "max_model_len": 512}]}')
+
     async def some(self) -> bytes:
         return EVENTS[0]
+
+    async def read(self) -> bytes:
+        return b""
 
     def close(self) -> None:
         self.is_closed = True

@@ -379,7 +379,8 @@ def test_a_prompt_whose_kv_could_not_be_loaded_is_computed_again(make_setup, cod
     assert response.json()["error"]["message"] == f"decode engine 'd0': {message}"
 
 
-def test_another_error_before_the_first_token_is_not_retried(setup):
+def test_another_error_of_an_engine_with_kv_to_load_is_the_answer_after_two_new_attempts(setup):
+    """Each of them begins with the prefill engine's next token."""
     setup.decode[0].refuse = (500, "something of this request")
 
     response = setup.complete(max_tokens=5)
@@ -388,11 +389,19 @@ def test_another_error_before_the_first_token_is_not_retried(setup):
     error = response.json()["error"]
     assert error["message"] == "decode engine 'd0': something of this request"
     assert error["type"] == "server_error"
-    assert len(setup.decode[0].bodies) == 1
+    assert len(setup.decode[0].bodies) == 3
     events = setup.stream(max_tokens=5)
-    assert text_of(events[:1]) == "H"
-    assert "something of this request" in events[1]["error"]["message"]
-    assert events[2:] == ["[DONE]"]
+    assert text_of(events[:3]) == "Hel"
+    assert "something of this request" in events[3]["error"]["message"]
+    assert events[4:] == ["[DONE]"]
+
+
+def test_an_error_of_an_engine_without_kv_to_load_is_the_answer_at_once(make_setup):
+    setup = make_setup(prefill=0)
+    setup.decode[0].refuse = (500, "something of this request")
+
+    assert setup.complete(max_tokens=5).status_code == 500
+    assert len(setup.decode[0].bodies) == 1
 
 
 def test_an_error_event_of_an_engine_ends_the_answer(setup):
