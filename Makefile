@@ -144,7 +144,7 @@ test-vllm: $(INSTALLED) $(VLLM_INSTALLED) $(if $(or $(GATE),$(SHORT)),,$(VLLM_PR
 	$(VLLM_BIN)/python -m tests.again \
 	    '-m "$(if $(GATE),smoke and ,$(if $(SHORT),not slow and ))$(ELSEWHERE)" tests/integrations/vllm'
 	KVFERRY_TEST_VLLM=$(VLLM_VENV) $(AGAIN) \
-	    '-m "vllm$(if $(GATE), and smoke,$(if $(SHORT), and not slow))" -o faulthandler_timeout=7200 tests/vllm_servers examples/vllm_pair' -- $(ARGS)
+	    '-m "vllm$(if $(GATE), and smoke)$(if $(or $(GATE),$(SHORT)), and not slow)" -o faulthandler_timeout=7200 tests/vllm_servers examples/vllm_pair' -- $(ARGS)
 
 test-sglang: $(INSTALLED) $(SGLANG_INSTALLED) $(VLLM_INSTALLED)
 	$(SGLANG_BIN)/python -m tests.again '-m "not slow and $(ELSEWHERE)" tests/integrations/sglang'

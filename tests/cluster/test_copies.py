@@ -13,7 +13,10 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.cluster.conftest import WAIT_S, running_router
+from kvferry.testing.waiting import WAIT_S
+from tests.cluster.conftest import running_router
+
+pytestmark = pytest.mark.processes
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 EVENTS = b'data: {"choices": [{"index": 0, "text": "!"}]}\n\ndata: [DONE]\n\n'

@@ -13,7 +13,10 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.cluster.conftest import WAIT_S, running_router, wait_until_healthy
+from kvferry.testing.waiting import WAIT_S
+from tests.cluster.conftest import running_router, wait_until_healthy
+
+pytestmark = pytest.mark.processes
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ERROR: dict[str, Any] = {"error": {"message": "EngineCore encountered an issue.", "code": 500}}

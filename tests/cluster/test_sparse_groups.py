@@ -20,8 +20,11 @@ from benchmarks.vllm_servers.front import router
 from kvferry.cache.events import AllBlocksCleared, KVEventBatch
 from kvferry.control.cache_events import CacheEventPublisher, ReceivedEvents
 from kvferry.router.prefixes import CachedBlocks, Prompt
-from tests.cluster.conftest import WAIT_S, FakeEngine, until
+from kvferry.testing.waiting import WAIT_S, until
+from tests.cluster.conftest import FakeEngine
 from tests.publishers import publishers
+
+pytestmark = pytest.mark.processes
 
 # ---- vLLM's events -------------------------------------------------------------------------------
 
