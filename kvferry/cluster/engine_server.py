@@ -28,6 +28,7 @@ from kvferry.engine.builder import build_engine
 from kvferry.engine.engine import Engine, EngineStats
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.messages import EngineOutput, ModelName, SamplingParams, Temperature, TokenId
+from kvferry.engine.ranks import rank_logger
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import DrainingError, KVFerryError, StuckStepError
 from kvferry.observe.records import TransferRecord
@@ -475,9 +476,10 @@ def run_engine(settings: EngineSettings, listener: socket.socket, report: Report
     """
     config = settings.engine
     report.loading(f"starting {config.tp * config.pp} ranks", 0.2)
-    engine = build_engine(
-        config, settings.model_folder, dtype=settings.dtype, elsewhere=settings.elsewhere
-    )
+    with report.telling(rank_logger, "kvferry.layouts.compiled: "):
+        engine = build_engine(
+            config, settings.model_folder, dtype=settings.dtype, elsewhere=settings.elsewhere
+        )
     failure = asyncio.run(_run(engine, settings, listener, report))
     if failure is not None:
         raise failure

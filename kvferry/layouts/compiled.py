@@ -1,36 +1,113 @@
 """How kernels are compiled and cached on disk."""
 
 import contextlib
+import fcntl
 import hashlib
 import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TextIO, TypeVar
 
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.compiler import CompileResult
+from numba.core.compiler_lock import global_compiler_lock
 
 logger = logging.getLogger(__name__)
+
+LONGEST_TURN_S = 300.0
+"""Seconds after which a process compiles although another process has not ended its turn."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def kernel(function: _Function) -> _Function:
-    """Compiles a function for use without the interpreter lock; keeps the result on disk."""
+    """Compiles a function for use without the interpreter lock; keeps the result on disk.
+
+    Of several processes that need the same kernels, one compiles them. The others wait for it, and
+    then find the results on disk.
+    """
     compiled: Any = numba.njit(nogil=True)(function)
     compiled._cache = _Cache(function)  # noqa: SLF001 - what `cache=True` does with Numba's own
+    compile_or_load = compiled.compile
+
+    def compile_in_turn(signature: Any) -> Any:
+        with global_compiler_lock, _turn:
+            return compile_or_load(signature)
+
+    compiled.compile = compile_in_turn
     return compiled  # type: ignore[no-any-return]
 
 
 def is_kept() -> bool:
     """Whether all kernels of this process were found on disk or are now on disk."""
     return not _Cache.failed
+
+
+class _Turn:
+    """The right to compile, which one process at a time has.
+
+    The context is entered for each kernel that a kernel calls too. A process takes its turn when it
+    first misses a result, and ends it with the outermost kernel. The right is a lock of a file that
+    the operating system frees when the process dies. The caller must hold Numba's compiler lock.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        """Number of kernels that are now compiled, one for the sake of another."""
+        self._file: TextIO | None = None
+        """The locked file; ``None`` before the turn, and where no file can be locked."""
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth and self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def take(self, folders: Iterable[str]) -> bool:
+        """Waits for the turn; returns whether the turn has just begun.
+
+        Args:
+            folders: folders for results. The lock is in the first folder that can hold it.
+        """
+        if self._file is not None:
+            return False
+        for folder in folders:
+            with contextlib.suppress(OSError):  # the folder cannot be written, or cannot lock
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                with contextlib.ExitStack() as opened:
+                    file = opened.enter_context(Path(folder, "compiling.lock").open("a"))
+                    _lock(file)
+                    opened.pop_all()
+                self._file = file
+                return True
+        return False
+
+
+def _lock(file: TextIO) -> None:
+    """Waits until no other process has locked the file, for at most ``LONGEST_TURN_S``.
+
+    Raises:
+        OSError: files in this folder cannot be locked.
+    """
+    deadline = time.monotonic() + LONGEST_TURN_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.05)
+
+
+_turn = _Turn()
 
 
 class KernelFiles(IndexDataCacheFile):  # type: ignore[misc]
@@ -85,6 +162,14 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         self._cache_path = next(iter(self._files))  # for the kernel's `stats`
 
     def _load_overload(self, signature: Any, target: Any) -> Any:
+        found = self._find(signature, target)
+        if found is None and _turn.take(self._files):
+            found = self._find(signature, target)
+            if found is None:
+                logger.info("compiling kernels: up to a minute of one core, once on this machine")
+        return found
+
+    def _find(self, signature: Any, target: Any) -> Any:
         key = self._index_key(signature, target.codegen())
         for file in self._files.values():
             with contextlib.suppress(OSError):  # a file of another user, for example

@@ -18,7 +18,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -56,6 +56,31 @@ class Reporter:
     def loading(self, doing: str, done: float) -> None:
         """Reports progress; usable as a ``Progress`` callback."""
         self.send(Loading(doing=doing, done=done))
+
+    @contextmanager
+    def telling(self, log: logging.Logger, marker: str) -> Iterator[None]:
+        """Within the context, reports as progress what follows ``marker`` in the lines of a log."""
+        handler = _LogProgress(self, marker)
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+
+
+class _LogProgress(logging.Handler):
+    """Reports lines of a log as progress."""
+
+    def __init__(self, report: Reporter, marker: str) -> None:
+        super().__init__()
+        self._report = report
+        self._marker = marker
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Reports what follows the marker, if the line has the marker."""
+        _, found, text = record.getMessage().partition(self._marker)
+        if found:
+            self._report.loading(text, 0.3)
 
 
 class LogFormatter(logging.Formatter):

@@ -1,5 +1,7 @@
 """Whole clusters of the tiny model, in real processes."""
 
+import json
+import logging
 import os
 import signal
 import socket
@@ -16,7 +18,7 @@ from kvferry.cluster.launcher import Cluster, RunningEngine
 from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, ModelError, PortInUseError, WorkerDiedError
 from kvferry.router.router_client import RouterClient
-from kvferry.serving.process import Child, ChildProcess
+from kvferry.serving.process import Child, ChildProcess, Reporter
 from kvferry.testing.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.processes
@@ -132,6 +134,18 @@ def test_every_part_tells_what_it_does_while_it_starts(said):
 
 
 @pytest.mark.smoke
+def test_a_rank_that_compiles_kernels_is_shown_as_progress_of_its_engine():
+    log = logging.getLogger("ranks of a test")
+    theirs, ours = os.pipe()
+    with os.fdopen(theirs, "rb") as pipe:
+        with os.fdopen(ours, "wb"), Reporter(ours).telling(log, "some.module: "):
+            log.warning("[prefill-0 rank 0] INFO some.module: compiling kernels")
+            log.warning("[prefill-0 rank 0] INFO other.module: not of interest")
+        assert [json.loads(line)["doing"] for line in pipe] == ["compiling kernels"]
+    log.warning("some.module: after the start")
+    assert not log.handlers
+
+
 def test_openai_client_streams_a_chat_whose_tokens_are_the_undivided_engines(cluster):
     import openai
     import torch

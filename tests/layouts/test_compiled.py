@@ -1,12 +1,18 @@
 """What is kept of kernels on disk is of their present sources."""
 
+import fcntl
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import pytest
 
 from kvferry.layouts import compiled
+from kvferry.testing.waiting import until
 
 INNER = """
 from kvferry.layouts.compiled import kernel
@@ -99,6 +105,40 @@ def test_kernels_of_an_image_are_found_although_files_have_other_times_there(
     other = tmp_path / "other"
     assert run(NUMBA_CACHE_DIR=str(other)) == ("", [["1", "1"]] * 2)
     assert not other.exists()
+
+
+def test_of_processes_that_start_side_by_side_one_compiles_each_kernel(package, run):
+    (package / "__init__.py").write_text("import logging\nlogging.basicConfig(level='INFO')\n")
+    with ThreadPoolExecutor(3) as threads:
+        told = list(threads.map(lambda _: run(), range(3)))
+    said = "".join(text for text, _ in told)
+    by_kernel = zip(*(results for _, results in told), strict=True)
+    assert [sorted(hits for _, hits in each) for each in by_kernel] == [["0", "1", "1"]] * 2
+    assert 1 <= said.count("compiling kernels") == len(said.splitlines()) <= 2
+
+
+def test_a_process_that_dies_in_its_turn_ends_it(package, run):
+    folder = next(compiled.kernel_folders(package / "outer.py"))
+    Path(folder).mkdir()
+    lock = Path(folder, "compiling.lock")
+    with ThreadPoolExecutor(1) as threads:
+        with lock.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            told = threads.submit(run)
+            until(lambda: is_open_elsewhere(lock), what="a process that waits for its turn")
+            assert not told.done()
+        assert told.result()[1] == [["1", "0"]] * 2  # the file is closed, as at a process's end
+
+
+def is_open_elsewhere(file: Path) -> bool:
+    """Whether another process has the file open."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and str(file) in {
+                each.path for each in process.open_files()
+            }:
+                return True
+    return False
 
 
 def test_results_that_two_processes_save_at_once_are_not_exchanged(tmp_path, monkeypatch):
