@@ -16,7 +16,7 @@ engine, and refused by the decode engine.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +24,30 @@ from msgspec import Meta
 _DEFAULT_MAX_TOKENS = 16
 """``max_tokens`` of a completion without this field. Releases of vLLM differ in the meaning of
 ``null``: 16, or as many tokens as there is room for."""
+
+
+_RENDERED = (
+    "echo",
+    "return_prompt_text",
+    "return_token_offsets",
+    "truncate_prompt_tokens",
+    "chat_template",
+)
+"""Fields for which a server needs the text of a chat, or judges it."""
+
+
+class _Text(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of a message that has only text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class _Message(msgspec.Struct):
+    """A message of a chat that has only text."""
+
+    role: str
+    content: str | list[_Text] | None = None
 
 
 class _StreamOptions(msgspec.Struct):
@@ -82,3 +106,31 @@ def prompt_copy(path: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
     if wanted.echo:
         copy["echo"] = False  # it would bring the log probabilities of the prompt
     return copy
+
+
+def has_tokens_alone(path: str, body: Mapping[str, Any]) -> bool:
+    """Whether the token ids of its prompt can stand for a chat. If so, a vLLM decode server that
+    gets them renders no template, and no tokenizer runs a second time.
+
+    vLLM's servers before 0.32 take the token ids whatever the chat is. So this is the only check:
+    images and other media would be lost.
+
+    >>> chat = {"messages": [{"role": "user", "content": "a"}]}
+    >>> has_tokens_alone("/v1/chat/completions", chat)
+    True
+    >>> has_tokens_alone("/v1/chat/completions", chat | {"echo": True})
+    False
+    """
+    if path != "/v1/chat/completions" or any(body.get(name) for name in _RENDERED):
+        return False
+    try:
+        msgspec.convert(body.get("messages"), list[_Message])
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def most_new_tokens(body: Mapping[str, Any]) -> int:
+    """Maximum number of tokens that a chat asks for; 0 if the chat leaves it to the server."""
+    most = body.get("max_completion_tokens")
+    return (body.get("max_tokens") if most is None else most) or 0

@@ -8,6 +8,9 @@ every token, including the first token. The router relays the decode engine's an
                          │◀───────────── kv_transfer_params ──────────────┘
                          └───── body, kv_transfer_params ───────────▶ decode engine ──▶ client
 
+Of a chat that has only text, the prefill engine also returns the token ids, and the decode engine
+gets them. So one template is rendered, and one tokenizer runs.
+
 With ``at_once`` both engines get the body at the same time, with a transfer signed by the router.
 The decode engine requests the ticket of this transfer from the prefill engine. If an engine fails
 before the answer has begun, the router runs the request again, in turn. A pair with an SGLang
@@ -34,7 +37,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvferry.observe.spans import RequestSpan
-from kvferry.router.copies import prompt_copy
+from kvferry.router.copies import has_tokens_alone, most_new_tokens, prompt_copy
 from kvferry.router.engine_client import NO_HEAD
 from kvferry.router.engines import Engine
 from kvferry.router.hand_over import (
@@ -45,7 +48,7 @@ from kvferry.router.hand_over import (
 )
 from kvferry.router.headers import Head
 from kvferry.router.members import EnginePool
-from kvferry.router.replies import EVENT_END, EngineFailedError, Forwarded, Reply
+from kvferry.router.replies import EVENT_END, Computed, EngineFailedError, Forwarded, Reply
 from kvferry.router.rooms import (
     REMOTE_DECODE,
     Joined,
@@ -98,7 +101,7 @@ class BodyRequest(RoutedRequest[Forwarded]):
     method: str = "POST"
     several: str = ""
     """The field by which the request has several sequences; empty for a single sequence."""
-    computed: Reply | None = None
+    computed: Computed | None = None
     """The prefill engine's reply; ``None`` if it does not count for this answer, or not yet."""
     forwarded: Forwarded | None = None
     """The decode engine's answer; ``None`` before its beginning."""
@@ -171,6 +174,8 @@ class BodyRequest(RoutedRequest[Forwarded]):
             if copy is None and self.joined is None:
                 return Reply()  # nothing is lent, so the decode engine gets the client's own body
             body = copy or {**self.body, **_ONE_TOKEN}
+            if self.joined is None and _is_vllm(engine) and has_tokens_alone(self.path, self.body):
+                body["return_token_ids"] = True
         body.update(_LENDS if self.joined is None else self.joined.lends)
         forwarded = await self._forward(engine, body)
         content = await forwarded.read()
@@ -178,8 +183,8 @@ class BodyRequest(RoutedRequest[Forwarded]):
             raise _RefusedError(forwarded.status, content, forwarded.headers)
         try:
             # SGLang answers several prompts on a path of its own with a list.
-            told = msgspec.json.decode(content, type=Reply | list[Any])
-            reply = told if isinstance(told, Reply) else Reply()
+            told = msgspec.json.decode(content, type=Computed | list[Any])
+            reply = told if isinstance(told, Computed) else Computed()
         except msgspec.DecodeError as error:
             raise ApiError(
                 502, f"prefill engine {engine.name!r}: its answer does not decode: {error}"
@@ -212,11 +217,23 @@ class BodyRequest(RoutedRequest[Forwarded]):
                 "sequence per request from a prefill server; send each sequence by itself",
             )
         elif lent is not None:
-            body = {**self.body, "kv_transfer_params": lent}
+            body = {**self.body, "kv_transfer_params": {**lent, **self._tokens_for(engine)}}
         self.forwarded = forwarded = await self._forward(engine, body)
         if self.joined is not None and forwarded.status != 200:
             raise _RefusedError(forwarded.status, await forwarded.read(), forwarded.headers)
         yield forwarded
+
+    def _tokens_for(self, engine: Engine) -> Mapping[str, Any]:
+        """The prompt's token ids from the prefill server, as a transfer parameter; empty if the
+        decode server must render the chat itself, to refuse a sequence that is too long for it.
+        """
+        computed, longest = self.computed, engine.told.max_model_len
+        if computed is None or computed.prompt_tokens is None or longest is None:
+            return {}
+        fits = computed.prompt_tokens + most_new_tokens(self.body) <= longest
+        is_list = bytes(computed.prompt_token_ids).startswith(b"[")
+        ids = {"prompt_token_ids": computed.prompt_token_ids}
+        return ids if fits and is_list and _is_vllm(engine) else {}
 
     def is_lost(self, error: ApiError, lent: Loan) -> bool:
         """Whether lent KV is useless for another decode engine after ``error`` of a decode engine.
@@ -365,6 +382,11 @@ class PassThrough:
         async with web.deadline(loop.time() + self.timeout_s, self.timeout_s):
             servers = await asyncio.gather(*map(ask, engines.values()))
         return web.json_response({"servers": servers}, max(each["status"] for each in servers))
+
+
+def _is_vllm(engine: Engine) -> bool:
+    """Whether an engine may be a server of vLLM: no other known engine."""
+    return not (engine.told.is_ours or engine.needs_room)
 
 
 def _several(body: Mapping[str, Any]) -> str:

@@ -129,6 +129,20 @@ class Reply(msgspec.Struct):
         return expected if told is None else told
 
 
+class Computed(Reply):
+    """A prefill engine's reply to a body in the client's own words."""
+
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    """JSON of the prompt's token ids, which is handed on unread; empty or ``null`` if the engine
+    did not return them."""
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Number of tokens of the prompt; ``None`` if the engine does not report the number."""
+        told = (self.usage or {}).get("prompt_tokens")
+        return told if isinstance(told, int) else None
+
+
 class Forwarded:
     """An engine's answer to a body in the client's own words. The reader closes the answer at the
     end.

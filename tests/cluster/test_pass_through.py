@@ -51,6 +51,8 @@ class Server:
     """Whether it returns transfer parameters, or which."""
     usage: dict[str, Any] | None = None
     """What it says of a prompt that it computes for another server."""
+    prompt_ids: list[int] | None = None
+    """What it says the tokens of a prompt are."""
     dies: bool = False
     """Whether it is not well any more once it was asked."""
     drop: bool = False
@@ -118,11 +120,12 @@ class Server:
         params = body.get("kv_transfer_params") or {}
         ids = {"token_ids": [33], "finish_reason": "length"}
         if params.get("do_remote_decode"):
-            reply = {"choices": [ids], "usage": self.usage}
+            reply: dict[str, Any] = {"choices": [ids], "usage": self.usage}
             if self.lends:
                 ticket = {"ticket": f"from {self.name}"}
                 reply["kv_transfer_params"] = ticket if self.lends is True else self.lends
-            return JSONResponse(reply)
+            told = {"prompt_token_ids": self.prompt_ids} if body.get("return_token_ids") else {}
+            return JSONResponse(reply | told)
         return JSONResponse(ANSWER)
 
     async def _events(self):
@@ -214,6 +217,82 @@ def test_a_body_the_router_does_not_understand_reaches_the_decode_server_as_it_i
     assert setup.prefill[0].paths == setup.decode[0].paths == ["/v1/chat/completions"]
     ids = {server.headers[0]["x-request-id"] for server in (*setup.prefill, *setup.decode)}
     assert ids == {response.headers["x-request-id"]}
+
+
+@pytest.fixture
+def tokenizing(make) -> Setup:
+    """A pair whose prefill server says which tokens it computed."""
+    setup: Setup = make()
+    setup.prefill[0].prompt_ids = [1, 2, 3]
+    setup.prefill[0].usage = {"prompt_tokens": 3}
+    return setup
+
+
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function"}]}
+TEXTS = [
+    {"messages": [{"role": "user", "content": "?"}], "return_token_ids": False},
+    {"messages": [{"role": "user", "content": PARTS}], "max_tokens": 509, "stream": True},
+    {"messages": [{"role": "user", "content": "?"}, CALLS, {"role": "tool", "content": "42"}]},
+    {"max_tokens": 510, "max_completion_tokens": 9, "echo": False, "return_prompt_text": None},
+]
+
+
+@pytest.mark.parametrize("body", TEXTS)
+def test_a_chat_of_text_is_tokenized_by_the_prefill_server_alone(tokenizing, body):
+    assert tokenizing.post(**body).status_code == 200
+
+    (asked_p,), (asked_d,) = tokenizing.prefill[0].bodies, tokenizing.decode[0].bodies
+    assert asked_p["return_token_ids"] is True
+    assert asked_d.pop("kv_transfer_params") == {"ticket": "from p0", "prompt_token_ids": [1, 2, 3]}
+    assert asked_d == {"messages": [{"role": "user", "content": "?"}], **body}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+NO_TEXTS = [
+    {"messages": [{"role": "user", "content": [*PARTS, IMAGE]}]},
+    {"messages": [{"role": "user", "content": [{**PARTS[0], "image_url": "data:,"}]}]},
+    {"messages": [{"role": "user", "content": [{"image_url": "data:,"}]}]},
+    {"messages": [{"role": "user", "content": ["a"]}]},
+    {"messages": [{"role": "user", "content": {"type": "text", "text": "a"}}]},
+    {"messages": {"role": "user"}},
+    {"echo": True},
+    {"return_prompt_text": True},
+    {"return_token_offsets": True},
+    {"truncate_prompt_tokens": 2},
+    {"chat_template": "{{ 1 }}"},
+]
+
+
+@pytest.mark.parametrize("body", NO_TEXTS)
+def test_a_chat_for_which_the_decode_server_needs_its_text_is_rendered_there(tokenizing, body):
+    assert tokenizing.post(**body).status_code == 200
+
+    (asked_p,), (asked_d,) = tokenizing.prefill[0].bodies, tokenizing.decode[0].bodies
+    assert "return_token_ids" not in asked_p
+    assert asked_d["kv_transfer_params"] == {"ticket": "from p0"}
+
+
+def test_a_chat_that_is_too_long_with_its_answer_is_judged_by_the_decode_server(tokenizing):
+    """vLLM 0.28 refuses a text that leaves no room for the answer, but not its tokens."""
+    tokenizing.post(max_tokens=510)
+
+    assert "prompt_token_ids" not in tokenizing.decode[0].bodies[0]["kv_transfer_params"]
+
+
+@pytest.mark.parametrize("told", [{"prompt_ids": None}, {"usage": None}, {"usage": {}}])
+def test_a_prefill_server_that_does_not_say_the_tokens_is_no_harm(tokenizing, told):
+    for name, value in told.items():
+        setattr(tokenizing.prefill[0], name, value)
+
+    assert tokenizing.post().json() == ANSWER
+    assert tokenizing.decode[0].bodies[0]["kv_transfer_params"] == {"ticket": "from p0"}
+
+
+def test_only_chats_are_tokenized_once(tokenizing):
+    tokenizing.client.post("/v1/completions", json={"prompt": "Hi", "messages": [], "logprobs": 1})
+
+    assert "return_token_ids" not in tokenizing.prefill[0].bodies[0]
 
 
 def test_a_body_it_understands_gets_its_first_token_from_the_prefill_server(make):

@@ -101,6 +101,10 @@ def words(regex):
     return {"structured_outputs": {"regex": regex}, "logit_bias": LIKELY, "max_tokens": 90}
 
 
+PARTS = [{"role": "user", "content": [{"type": "text", "text": part} for part in ("Six", "7?")]}]
+GOES_ON = [{"role": "user", "content": "Six times 7?"}, {"role": "assistant", "content": "It is"}]
+NO_ANSWER_BEGINS = {"continue_final_message": True, "add_generation_prompt": False}
+
 CASES = {
     "text": (COMPLETIONS, {}),
     "token ids": (COMPLETIONS, {"return_token_ids": True}),
@@ -114,6 +118,10 @@ CASES = {
     "another model": (COMPLETIONS, {"model": "unknown"}),
     "two greedy answers": (COMPLETIONS, {"n": 2}),
     "chat": (CHATS, {}),
+    "chat in parts": (CHATS, {"messages": PARTS}),
+    "chat with token ids": (CHATS, {"return_token_ids": True}),
+    "chat with its text": (CHATS, {"echo": True, "messages": GOES_ON, **NO_ANSWER_BEGINS}),
+    "chat that is too long": (CHATS, {"max_tokens": 4000}),
     "chat with two answers": (CHATS, {"n": 2, "seed": 5, "temperature": 1.0}),
     "chat with log probabilities": (CHATS, {"logprobs": True, "top_logprobs": 2}),
     "chat that thinks": (CHATS, words(f"{THINKS}[0-9]{{2}}")),
@@ -126,7 +134,14 @@ CASES = {
     "models": ("/v1/models", None),
     "version": ("/version", None),
 }
-NO_STREAMS = {"too long", "another model", "two greedy answers", "tokenize", "tokens counted"}
+NO_STREAMS = {
+    "too long",
+    "chat that is too long",
+    "another model",
+    "two greedy answers",
+    "tokenize",
+    "tokens counted",
+}
 STREAMS = [name for name, (_, body) in CASES.items() if body is not None and name not in NO_STREAMS]
 FORMS = [(name, False) for name in CASES] + [(name, True) for name in STREAMS]
 
