@@ -37,14 +37,21 @@ ROLE = re.compile(r":[a-z]+:`~?(?:\w+\.)*(\w+)`")
 
 COMMANDS_HEAD = """# Commands
 
-This page lists every command of `kvferry` with its arguments and options. The texts are those of
-`--help`. The page is made from the code by `python -m tests.reference_pages`.
+This page lists every command of `kvferry` with its arguments and options; [the router's
+commands](router-commands.md) have a page of their own. The texts are those of `--help`. The page is
+made from the code by `python -m tests.reference_pages`.
 
 Every command ends with exit code 2 if something outside the command failed. The message names the
 cause. [Exit codes](../operate/start.md#exit-codes-and-upgrades) has the other codes. Some commands
 need [an extra](../operate/install.md#from-a-release).
 
 These options stand before the command:"""
+
+ROUTER_HEAD = """# The router's commands
+
+This page lists `kvferry router` and the commands below it, with their arguments and options. The
+texts are those of `--help`. The page is made from the code by `python -m tests.reference_pages`.
+[Commands](commands.md) has all other commands."""
 
 PYTHON_HEAD = """# Python names
 
@@ -65,8 +72,14 @@ def command_page() -> str:
     top = typer.main.get_command(app)
     parts = [COMMANDS_HEAD, _table(top, "kvferry")]
     for name in COMMANDS:
-        parts += _sections(load_command(name), f"kvferry {name}")
+        if name != "router":
+            parts += _sections(load_command(name), f"kvferry {name}")
     return "\n\n".join(parts) + "\n"
+
+
+def router_page() -> str:
+    """The page of the router's commands."""
+    return "\n\n".join([ROUTER_HEAD, *_sections(load_command("router"), "kvferry router")]) + "\n"
 
 
 def _sections(command: Any, path: str) -> Iterator[str]:
@@ -126,7 +139,11 @@ def _documented_values() -> dict[str, str]:
     return found
 
 
-REFERENCE_PAGES = {"commands.md": command_page, "python.md": python_page}
+REFERENCE_PAGES = {
+    "commands.md": command_page,
+    "router-commands.md": router_page,
+    "python.md": python_page,
+}
 """File in ``docs/reference`` → the function that makes its text."""
 
 if __name__ == "__main__":

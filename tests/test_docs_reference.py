@@ -4,7 +4,7 @@ import pytest
 
 from kvferry.cli.app import COMMANDS
 from tests.pages import ROOT
-from tests.reference_pages import REFERENCE_PAGES, command_page, python_page
+from tests.reference_pages import REFERENCE_PAGES, command_page, python_page, router_page
 
 
 @pytest.mark.parametrize("file", REFERENCE_PAGES)
@@ -14,7 +14,7 @@ def test_a_made_page_says_what_the_code_says(file):
 
 
 def test_a_command_has_a_section_and_its_options_have_rows():
-    page = command_page()
+    page = command_page() + router_page()
     assert [name for name in COMMANDS if f"\n## kvferry {name}\n" not in page] == []
     assert "\n## kvferry router drain\n" in page
     assert "| `--decode-only <fallback\\|never>` | Whether decode servers compute" in page

@@ -129,7 +129,7 @@ def test_other_values_reach_the_pods():
         "--gpu-memory-utilization=0.8",
     ]
     drain = server["lifecycle"]["preStop"]["exec"]["command"][-1]
-    assert drain.split()[3:] == [
+    assert drain.partition(";")[0].split()[3:] == [
         *("prefill", '"$POD_IP:9100"', "--router", "http://kvferry-router:8080"),
         *("--timeout", "30"),
     ]

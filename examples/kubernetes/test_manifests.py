@@ -3,6 +3,7 @@ together.
 """
 
 import json
+import re
 from pathlib import Path
 
 import kubernetes_validate
@@ -63,7 +64,13 @@ def test_a_server_has_a_configuration_that_is_valid_and_drains_before_it_stops(n
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}
     assert ports == {"http": port, "control": config.kv_port}
     assert f"--port={port}" in container["args"]
-    script = container["lifecycle"]["preStop"]["exec"]["command"][-1].split()
+    routers, own = (
+        part.split() for part in container["lifecycle"]["preStop"]["exec"]["command"][-1].split(";")
+    )
+    assert own[:3] == ["kvferry", "drain", f'"$POD_IP:{config.kv_port}"']
+    assert own[-1] == config.kv_connector_extra_config["curve_keys"]
+    assert {word for word in own if word.startswith("--")} <= options("drain")
+    script = routers
     role = name.removeprefix("vllm-")
     assert script[:4] == ["kvferry", "router", "drain", role]
     assert script[4] == f'"$POD_IP:{port}"'
@@ -77,5 +84,7 @@ def test_a_pod_may_take_as_long_as_its_drain(name):
         for manifest in MANIFESTS
         if manifest["kind"] == "Deployment" and manifest["metadata"]["name"] == name
     )
-    script = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1].split()
-    assert pod["terminationGracePeriodSeconds"] > float(script[script.index("--timeout") + 1])
+    script = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1]
+    timeouts = [float(found) for found in re.findall(r"--timeout (\d+)", script)]
+    assert len(timeouts) == 2
+    assert pod["terminationGracePeriodSeconds"] > sum(timeouts)

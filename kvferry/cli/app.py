@@ -28,6 +28,8 @@ COMMANDS = {
     "doctor": "Show what this machine has and lacks, and the transports that it can use. Exit code "
     "1: a default transport is lacking.",
     "bench": "Measure transfers between two hosts, beside the limits. The other host runs --serve.",
+    "drain": "Tell whether an engine may be stopped: whether it has no request that loads or lends "
+    "KV. Exit code 1: it has.",
     "status": "Show an engine's peers, leases, transfers and last errors.",
     "trace": "Show one request's life over prefill and decode engines. Exit code 1: no engine "
     "knows the request.",

@@ -321,6 +321,9 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     serving_engine: str = ""
     """The serving engine and its release; empty while the engine starts, and if the engine does not
     tell."""
+    open_requests: int | None = None
+    """Number of requests that load or lend KV, from their arrival to their end; ``None`` if the
+    engine does not tell."""
 
 
 class StatusReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):

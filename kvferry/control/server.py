@@ -150,6 +150,7 @@ class ControlService:
         self._description: EngineDescription | None = None  # while the engine is starting
         self._list_transfers: TransferLister = tuple
         self._find_traces: TraceFinder = lambda _: (0, ())
+        self._count_open: Callable[[], int | None] = lambda: None
         self._clock = clock
         self._started = clock()
         self._errors = _ErrorLog(options.remembered_errors)
@@ -193,6 +194,13 @@ class ControlService:
         ``finder`` runs on the thread that answers requests and must not block.
         """
         self._find_traces = finder
+
+    def set_open(self, counter: Callable[[], int]) -> None:
+        """Sets ``counter``, which counts the open requests for each status request.
+
+        ``counter`` runs on the thread that answers requests and must not block.
+        """
+        self._count_open = counter
 
     def secret(self, lease_id: str) -> bytes:
         """The secret in the ticket of a lease; an engine that knows it may speak of the lease."""
@@ -288,6 +296,7 @@ class ControlService:
             errors=self._errors.events(),
             release=__version__,
             serving_engine=self._description.serving_engine if self._description else "",
+            open_requests=self._count_open(),
         )
 
     def _answer(self, request: Request, connection: bytes) -> Reply:

@@ -382,6 +382,10 @@ class RequestRecords:
         record = self._by_id.get(request_id)
         return None if record is None or record.is_over else record
 
+    def num_open(self) -> int:
+        """Number of remembered requests that have not ended. For any thread."""
+        return sum(not record.is_over for record in list(self._records))
+
     def find(self, request_id: str) -> tuple[int, tuple[RequestTrace, ...]]:
         """The number of known requests, and the records of an id, oldest first. For any thread.
 

@@ -275,6 +275,49 @@ def test_status_shows_the_serving_engine(kvferry, control, monkeypatch, serving_
     assert ("in SGLang" in line) == (serving_engine != "kvferry")
 
 
+def test_drain_says_whether_an_engine_may_be_stopped(kvferry, control):
+    address = f"127.0.0.1:{control.port}"
+    control.set_open(lambda: 0)
+    outcome = kvferry("drain", address)
+    assert (outcome.code, outcome.out) == (
+        0,
+        f"{address} may be stopped: it loads and lends nothing\n",
+    )
+
+    control.set_open(lambda: 2)
+    control.leases.grant("request-1", 12)
+    outcome = kvferry("drain", address)
+    assert (outcome.code, outcome.out) == (1, f"{address} has 2 open requests, 1 lease\n")
+
+
+def test_drain_waits_until_an_engine_may_be_stopped(kvferry, control, monkeypatch):
+    counts = iter([2, 2, 1, 0])
+    control.set_open(lambda: next(counts))
+    monkeypatch.setattr("kvferry.cli.drain.POLL_S", 0.0)
+    address = f"127.0.0.1:{control.port}"
+    outcome = kvferry("drain", address, "--wait")
+    assert outcome.code == 0
+    assert outcome.out.splitlines() == [
+        f"{address} has 2 open requests",
+        f"{address} has 1 open request",
+        f"{address} may be stopped: it loads and lends nothing",
+    ]
+
+
+def test_drain_says_what_an_engine_still_has_when_time_is_up(kvferry, control):
+    control.set_open(lambda: 2)
+    outcome = kvferry("drain", f"127.0.0.1:{control.port}", "--wait", "--timeout", "0")
+    assert outcome.code == 2
+    assert "still has 2 open requests after 0 s; it goes on" in outcome.err
+
+
+def test_an_engine_that_does_not_tell_its_requests_is_not_called_drained(kvferry, control):
+    outcome = kvferry("drain", f"127.0.0.1:{control.port}")
+    assert outcome.code == 2
+    assert "p7: does not tell its open requests" in outcome.err
+    assert "kvferry status" in outcome.err
+
+
 def test_what_a_stranger_says_forges_no_row_and_moves_no_cursor(kvferry, control):
     said = "gone\n| lease | decode-0 | held |\x1b[2J\x1b[31m"
     control.leases.grant(said, 12)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from kvferry.control.client import ControlClient
+from kvferry.control.client import ControlClient, fetch_status
 from kvferry.control.messages import MAX_ID_CHARS, MAX_TRACES, RequestTrace, TraceReply
 from kvferry.errors import TicketError
 from kvferry.observe.records import MAX_ERROR_CHARS, MAX_RANKS, REMEMBERED, RequestRecords
@@ -64,6 +64,29 @@ def test_source_and_target_tell_of_every_part_of_a_request(pair: Pair) -> None:
     assert set(names(loaded)) == scheduler_half | ranks
     assert (loaded.peer, loaded.peer_request_id, loaded.outcome) == ("p", "r", "length")
     assert not any(part.is_open or part.error for part in lent.parts + loaded.parts)
+
+
+def test_a_request_is_open_at_each_engine_until_that_engine_may_stop(pair: Pair) -> None:
+    def opened() -> list[int | None]:
+        ports = [engine.scheduler.port for engine in (pair.producer, pair.consumer)]  # type: ignore[attr-defined]
+        return [fetch_status("127.0.0.1", port, WAIT_S).open_requests for port in ports]
+
+    assert opened() == [0, 0]
+    params = pair.prefill("r", 21)
+    assert opened() == [1, 0], "it is lent"
+    request = pair.decode(params)
+    assert opened()[1] == 1, "it is loaded, or decoded"
+    pair.finish(request)
+    pair.settle()
+    assert opened() == [0, 0]
+
+
+def test_a_prompt_that_is_computed_to_be_lent_is_an_open_request() -> None:
+    records = RequestRecords(lambda: 500.0)
+    record = records.begin(lending("r"), loads=False)
+    assert records.num_open() == 1
+    records.end(record, "over")
+    assert records.num_open() == 0
 
 
 def test_the_parts_of_a_load_follow_each_other_without_gaps(pair: Pair) -> None:

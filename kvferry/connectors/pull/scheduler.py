@@ -237,6 +237,7 @@ class PullScheduler(SchedulerConnector):
         self.description.begin(handshakes)
         self.server.set_transfers(self.borrower.statuses)
         self.server.set_traces(self._records.find)
+        self.server.set_open(self._records.num_open)
 
     # ---- caches that were let go --------------------------------------------------------------
 
