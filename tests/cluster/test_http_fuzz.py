@@ -51,9 +51,11 @@ LONGEST = 40
 """Tokens of a sequence."""
 PROMPT = list(b"an honest prompt")
 SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
+COUNTED = pytest.mark.timed("Objects, threads and log records of the whole process are counted.")
+SOON = pytest.mark.timed("Heads and bodies of 64 clients must come within 0.5 s.")
 COUNTS = [
-    pytest.param(1000, 0, id="short"),
-    pytest.param(5_000, 1, id="long", marks=SLOW),
+    pytest.param(1000, 0, id="short", marks=COUNTED),
+    pytest.param(5_000, 1, id="long", marks=(COUNTED, SLOW)),
     # A million, in parts that a slow machine ends in time.
     *(pytest.param(10_000, seed, id=f"soak-{seed}", marks=SOAK) for seed in range(2, 102)),
 ]
@@ -397,7 +399,6 @@ def no_errors(caplog):
     assert not caplog.records
 
 
-@pytest.mark.timed("Objects, threads and log records of the whole process are counted.")
 @pytest.mark.usefixtures("no_errors")
 @pytest.mark.parametrize(("count", "seed"), COUNTS)
 def test_nearly_right_requests_at_the_router_harm_nobody(pair, count, seed):
@@ -405,7 +406,6 @@ def test_nearly_right_requests_at_the_router_harm_nobody(pair, count, seed):
     asyncio.run(attack(pair, hostile, router_requests, count))
 
 
-@pytest.mark.timed("Objects, threads and log records of the whole process are counted.")
 @pytest.mark.usefixtures("no_errors")
 @pytest.mark.parametrize(("count", "seed"), COUNTS)
 def test_nearly_right_requests_at_engines_harm_nobody(pair, count, seed):
@@ -438,12 +438,11 @@ class HostileBySocket(Hostile):
         return answer
 
 
-@pytest.mark.timed("Heads and bodies of 64 clients must come within 0.5 s.")
 @pytest.mark.usefixtures("no_errors")
 @pytest.mark.parametrize(
     ("count", "seed"),
     [
-        pytest.param(500, 0, id="long", marks=SLOW),
+        pytest.param(500, 0, id="long", marks=(SOON, SLOW)),
         *(pytest.param(5000, seed, id=f"soak-{seed}", marks=SOAK) for seed in range(1, 5)),
     ],
 )
