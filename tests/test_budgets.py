@@ -31,7 +31,7 @@ ROOMS: dict[str, int] = {
     "cli": 3203,
     "cluster": 1465,
     "config": 430,
-    "connectors": 4580,
+    "connectors": 4585,
     "control": 2887,
     "engine": 3635,
     "explain": 1740,

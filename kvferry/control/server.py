@@ -545,7 +545,7 @@ class ControlServer(ControlService, Closing):
         except BaseException:
             self._let_go()
             raise
-        self._mailbox = Mailbox("control", self._look_at_leases, poller=zmq.Poller())
+        self._mailbox = Mailbox("control", self._look_at_leases, poller=zmq.Poller(), clock=clock)
         self._mailbox.watch(self._router, self._serve)
         self._mailbox.start()
 

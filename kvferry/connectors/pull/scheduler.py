@@ -4,6 +4,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from kvferry.control.client import ControlClient
 from kvferry.control.leases import LeaseTable
 from kvferry.control.server import ControlServer
 from kvferry.errors import ConfigError, KVFerryError, RequestError, TicketExpiredError
+from kvferry.mailbox import Mailbox
 from kvferry.observe.records import RequestRecords
 from kvferry.observe.spans import Spans
 from kvferry.topology.description import EngineDescription, RankDescription, tagged_groups
@@ -171,8 +173,14 @@ class PullScheduler(SchedulerConnector):
         """The lent prompts of this engine."""
 
     @classmethod
-    def open(cls, context: ConnectorContext) -> "PullScheduler":
+    def open(
+        cls, context: ConnectorContext, clock: Callable[[], float] = time.monotonic
+    ) -> "PullScheduler":
         """Starts the control server and the client.
+
+        Args:
+            context: the context of the engine.
+            clock: monotonic clock of all time limits of this half, in seconds.
 
         Raises:
             ConfigError: a key cannot be read, or a peer's address is malformed.
@@ -197,15 +205,17 @@ class PullScheduler(SchedulerConnector):
             host=extra.host,
             port=config.kv_port,
             role=config.kv_role,
-            leases=LeaseTable.from_options(options, context.num_blocks),
+            leases=LeaseTable.from_options(options, context.num_blocks, clock),
             options=options,
             key=key,
+            clock=clock,
         )
         client = ControlClient(
             engine_id=config.engine_id,
             incarnation=context.incarnation,
             options=options,
             peers=server.peers,
+            clock=clock,
         )
         sources = Sources(
             client,
@@ -216,9 +226,11 @@ class PullScheduler(SchedulerConnector):
             handshake_timeout_s=extra.handshake_timeout_s,
             progress_timeout_s=extra.progress_timeout_s,
             note_error=server.note_error,
+            clock=clock,
+            mailbox=partial(Mailbox, clock=clock),
         )
         spans = Spans.from_environment("kvferry-engine", config.engine_id)
-        return cls(context, extra, key, server, client, sources, spans=spans)
+        return cls(context, extra, key, server, client, sources, clock, spans)
 
     @property
     def port(self) -> int:
