@@ -14,6 +14,7 @@ from kvferry.connectors.pull import worker as pull_worker
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.fake_engine import FakeEngine, Groups
 from kvferry.testing.host_device import HostDevice
+from tests.clock import Clock
 from tests.connectors.engines import pull_config
 
 PLUGIN = """
@@ -81,6 +82,13 @@ def outside_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def free_port() -> int:
     """A TCP port that nothing listened on a moment ago."""
     return ports.free_port()
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    """The clock of all engines of the test; name the fixture before what opens them."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield Clock.install(patch)
 
 
 @pytest.fixture

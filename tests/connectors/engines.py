@@ -10,6 +10,8 @@ from kvferry.control.tickets import sign, verify
 from kvferry.testing.connector_conformance import Pair, small_geometry
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest
+from kvferry.testing.waiting import until
+from tests.clock import Clock
 
 KEY = "k" * 32
 SHORT_LEASE = {"lease_duration_s": 1.0}
@@ -63,8 +65,29 @@ def end_leases(engine: FakeEngine) -> None:
 def renew_now(target: FakeEngine, request_id: str) -> None:
     """A target asks at once whether the lease of a load is still its own."""
     scheduler = pull_scheduler(target)
-    scheduler.borrower.loads[request_id].pursuit.due = 0.0
-    scheduler.sources.thread.post(lambda: None)
+    pursuit, agenda = scheduler.borrower.loads[request_id].pursuit, scheduler.sources.agenda
+    with agenda.lock:
+        pursuit.due = 0.0
+        agenda.wake(pursuit.source)
+
+
+def count(engine: FakeEngine, name: str) -> int:
+    """How often something has come to an engine's control server."""
+    return pull_scheduler(engine).server.status().counters.get(name, 0)
+
+
+def keep_parked(clock: Clock, pair: Pair, lease_duration_s: float) -> None:
+    """Several times as long as a lease lasts the consumer's engine is busy with something else."""
+    seen = 0
+
+    def is_renewed() -> bool:
+        return count(pair.producer, "requests.Renew") > seen
+
+    for _ in range(40):
+        seen = count(pair.producer, "requests.Renew")
+        clock.advance(lease_duration_s / 6)
+        until(is_renewed, what="a renewal")
+        pair.producer.step()
 
 
 def served(pair: Pair, request_id: str) -> None:
