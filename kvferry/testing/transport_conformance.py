@@ -172,7 +172,7 @@ class TransportConformance(TransportScenes):
         scene = self.scene(local, healthy_peer, large_case(SMALL))
         event = threading.Event()
         transfer = scene.read(after=event)
-        time.sleep(self.settle_s)
+        self.settle(local)
         assert not transfer.is_terminal, "over before its event"
         scene.assert_untouched()
         event.set()
@@ -202,7 +202,7 @@ class TransportConformance(TransportScenes):
         reported = self.wait(local, *transfers)
         for transfer in transfers:
             local.cancel(transfer)
-        time.sleep(self.settle_s)
+        self.settle(local)
         reported += local.poll()
         assert len(reported) == len(set(map(id, reported))), "an end is reported twice"
         assert len(reported) == len(transfers), "an end of no read is reported"
@@ -328,7 +328,7 @@ class TransportConformance(TransportScenes):
         assert self.wait(local, transfer) == [transfer]
         assert transfer.state is TransferState.CANCELLED
         event.set()
-        time.sleep(self.settle_s)
+        self.settle(local)
         scene.assert_untouched()
 
     def test_cancelling_changes_nothing_once_a_read_is_done(
@@ -428,7 +428,7 @@ class TransportConformance(TransportScenes):
             self.judge(scene, transfer, over, *self.stopped_errors)
         fresh_peer.resume()
         if over:
-            time.sleep(self.settle_s)
+            self.settle(impatient)
             scene.assert_untouched()
         else:
             self.judge(scene, transfer, self.watch(impatient, transfer), *self.stopped_errors)

@@ -187,8 +187,12 @@ class TransportScenes:
                 raise NotInTimeError(f"it did not come about in {self.patience_s} s")
             time.sleep(0)
 
+    def settle(self, local: Transport) -> None:
+        """Waits until late bytes of ``local`` would have landed."""
+        time.sleep(self.settle_s)
+
     def assert_nothing_lands(self, scene: Scene) -> None:
         """Asserts that nothing changes the memory after a terminal state."""
         scene.refill()
-        time.sleep(self.settle_s)
+        self.settle(scene.local)
         scene.assert_untouched()

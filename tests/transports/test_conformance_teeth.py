@@ -18,6 +18,7 @@ from kvferry.errors import BoundsError
 from kvferry.testing.host_device import HostIpcTransport, HostPackedTcpTransport
 from kvferry.testing.transport_conformance import TransportConformance as Suite
 from kvferry.testing.transport_peer import PeerProcess
+from kvferry.testing.waiting import until
 from kvferry.transports.base import Transfer, TransferState
 from kvferry.transports.cuda_ipc import CudaIpcTransport
 from kvferry.transports.shm import ShmTransport
@@ -47,11 +48,20 @@ class _Remembering(Sound):
 
 
 class LandsLate(_Remembering):
-    """After a cancel that was reported, all the bytes land."""
+    """After a cancel that was reported, all the bytes land while the suite looks for them."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.late = []
 
     def cancel(self, transfer):
         super().cancel(transfer)
-        threading.Timer(0.1, super().read, self.asked[transfer]).start()
+        self.late.append(self.asked[transfer])
+
+    def land(self):
+        for asked in self.late:
+            transfer = super().read(*asked)
+            until(lambda: transfer.is_terminal, what="the end of what lands late")  # noqa: B023
 
 
 class WritesPastTheEnd(_Remembering):
@@ -212,35 +222,31 @@ def peer(sound):
         yield process
 
 
-def broken_suite(sound, *defects):
+def broken_suite(sound, *defects, patience_s=Suite.patience_s):
     """The suite for a transport with these defects."""
     transport = type("Broken", (*defects, sound), {}) if defects else sound
-    return type("BrokenSuite", (Suite,), {"transport": transport, "patience_s": 2.0})()
+    members = {"transport": transport, "patience_s": patience_s}
+    if LandsLate in defects:
+        members["settle"] = lambda suite, local: local.land()
+    return type("BrokenSuite", (Suite,), members)()
 
 
 def opened(suite):
     return contextlib.closing(suite.transport.open(suite.options()))
 
 
-LATE = pytest.mark.timed(
-    "Bytes that a timer brings must land within 0.4 s, after the memory is filled."
-)
-
-
 @pytest.mark.parametrize(
     ("defect", "test", "says"),
     [
-        pytest.param(
+        (
             LandsLate,
             Suite.test_a_read_cancelled_while_it_runs_lands_nothing_afterwards,
             "was changed",
-            marks=LATE,
         ),
-        pytest.param(
+        (
             LandsLate,
             Suite.test_a_read_cancelled_before_it_starts_lands_nothing,
             "was changed",
-            marks=LATE,
         ),
         (WritesPastTheEnd, Suite.test_a_large_read_equals_the_oracle, "differs from the oracle"),
         (
@@ -276,16 +282,15 @@ LATE = pytest.mark.timed(
 )
 def test_a_broken_transport_fails(sound, defect, test, says, peer):
     suite = broken_suite(sound, defect)
-    with opened(suite) as local:
-        with pytest.raises((AssertionError, pytest.fail.Exception), match=says):
-            test(suite, local, peer)
-        time.sleep(0.2)  # what lands late must land while its memory is there
+    failure = pytest.raises((AssertionError, pytest.fail.Exception), match=says)
+    with opened(suite) as local, failure:
+        test(suite, local, peer)
 
 
 def test_a_transport_that_ignores_death_fails(sound):
     if sound is CudaIpcTransport:
         pytest.skip("the memory of a dead process would end the CUDA context of what follows")
-    suite = broken_suite(sound, IgnoresDeath)
+    suite = broken_suite(sound, IgnoresDeath, patience_s=2.0)
     with (
         PeerProcess(sound, suite.options()) as mortal,
         opened(suite) as local,
@@ -303,7 +308,7 @@ def test_a_transport_that_closes_with_reads_running_fails(sound, peer):
 
 @pytest.mark.parametrize("end", ["done", "cancelled", "closed"])
 def test_a_transport_that_tells_no_end_fails(sound, peer, end):
-    suite = broken_suite(sound, TellsNobody)
+    suite = broken_suite(sound, TellsNobody, patience_s=2.0)
     with opened(suite) as local, pytest.raises(AssertionError, match="the end was not told"):
         suite.test_the_end_of_a_read_is_told(local, peer, end)
 
