@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,9 +69,19 @@ class Clock:
         yield
         self.mailboxes[threading.current_thread()] = mailbox
 
+    def move(self, patch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+        """Has these modules read this clock, and mailboxes that are made from now on."""
+        moved = SimpleNamespace(**{**vars(time), "monotonic": self})
+        for module in modules:
+            patch.setattr(module, "time", moved)
+        assert Mailbox.__init__.__kwdefaults__ is not None
+        patch.setitem(Mailbox.__init__.__kwdefaults__, "clock", self)
+
     @classmethod
     def install(cls, patch: pytest.MonkeyPatch) -> "Clock":
-        """The clock of the engine halves of all PullConnectors that are opened from now on."""
+        """A clock that wakes the mailboxes that are started from now on. It is the clock of the
+        engine halves of all PullConnectors that are opened from now on.
+        """
         clock = cls()
         start, close = Mailbox.start, Mailbox.close
 

@@ -29,8 +29,15 @@ from kvferry.layouts.staging import stage
 from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
 from kvferry.testing.hosts import Network
 from kvferry.testing.transport_peer import pattern
-from kvferry.testing.waiting import until
-from kvferry.transports import TransferState, TransportOptions, tcp_reader, tcp_server
+from kvferry.testing.waiting import WAIT_S, until
+from kvferry.transports import (
+    TransferState,
+    TransportOptions,
+    base,
+    tcp_reader,
+    tcp_server,
+    wire_reader,
+)
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.wire_messages import (
     CHUNK_DTYPE,
@@ -47,13 +54,15 @@ from kvferry.transports.wire_messages import (
     encode,
 )
 from kvferry.zeromq import error_of, tcp_address, zmq_errors
+from tests.clock import Clock
 from tests.transports.framed import Framed, readable
 
 NBYTES = 1 << 16
 CHUNK = 1 << 13
 
 
-hasty = pytest.mark.parametrize("local", [1.5], indirect=True)
+STALL_S = 120.0
+"""Seconds without a byte after which a read is stalled, by the clock of the tests."""
 
 
 class FakeServer:
@@ -104,10 +113,17 @@ def server():
 
 
 @pytest.fixture
-def local(request):
-    """A reading transport; patient, unless ``@hasty``."""
-    stall_timeout_s = getattr(request, "param", 30.0)
-    options = TransportOptions(stall_timeout_s=stall_timeout_s, extra={"chunk_bytes": CHUNK})
+def clock(monkeypatch):
+    """The clock of what reads; name the fixture before ``local``."""
+    clock = Clock.install(monkeypatch)
+    clock.move(monkeypatch, base, tcp_reader, wire_reader)
+    return clock
+
+
+@pytest.fixture
+def local():
+    """A reading transport."""
+    options = TransportOptions(stall_timeout_s=STALL_S, extra={"chunk_bytes": CHUNK})
     with contextlib.closing(TcpTransport.open(options)) as opened:
         opened.allocate(NBYTES)
         yield opened
@@ -188,24 +204,22 @@ def test_a_chunk_may_come_in_any_pieces(server, local, under_way):
     assert np.array_equal(memory_of(local), pattern(NBYTES, 1))
 
 
-@pytest.mark.timed("A pause of 1.5 s of a healthy server is a stall.")
-@pytest.mark.parametrize("local", [2.0], indirect=True)
 def test_what_came_while_the_reader_did_not_run_is_read_before_the_read_counts_as_stalled(
-    server, local, under_way, monkeypatch
+    clock, server, local, under_way
 ):
-    monkeypatch.setattr("kvferry.mailbox.LATE_S", 0.1)
     transfer, read = under_way
     stands, goes_on = threading.Event(), threading.Event()
 
     def stand():
-        stands.set()
-        goes_on.wait(60)
+        with clock.stopped():
+            stands.set()
+            goes_on.wait(WAIT_S)
 
     local.reader.post(stand)
-    assert stands.wait(60)
+    assert stands.wait(WAIT_S)
     for index in range(1, 8):
         server.send_chunk(read.transfer, index)
-    time.sleep(3.0)  # longer than the read may stand where it stands
+    clock.advance(3 * STALL_S)
     goes_on.set()
     assert ended(local, transfer).state is TransferState.DONE
 
@@ -292,14 +306,13 @@ def test_the_rest_of_a_chunk_of_which_the_beginning_has_landed_does_not(
     assert np.array_equal(memory_of(local), pattern(NBYTES, 1))
 
 
-@pytest.mark.timed("A pause of 1.5 s of a healthy server is a stall.")
-@hasty
-def test_chunks_of_a_stalled_read_do_not_land_and_the_next_read_works(server, local):
+def test_chunks_of_a_stalled_read_do_not_land_and_the_next_read_works(clock, server, local):
     peer = local.connect(server.endpoint)
     transfer = local.read(peer, *tables())
     read = server.expect(Read)
-    assert isinstance(ended(local, transfer).error, StalledError)
-    assert "1.5" in str(transfer.error)
+    until(clock.passing(lambda: transfer in local.poll()), what="the end of the read")
+    assert isinstance(transfer.error, StalledError)
+    assert f"stall_timeout_s: {STALL_S}" in str(transfer.error)
     server.expect(Cancel)
     memory_of(local)[:] = 5
     for index in range(8):
@@ -313,26 +326,28 @@ def test_chunks_of_a_stalled_read_do_not_land_and_the_next_read_works(server, lo
     assert ended(local, again).state is TransferState.DONE
 
 
-@pytest.mark.timed("A pause of 1.5 s of a healthy server is a stall.")
-@hasty
-def test_a_slow_server_is_not_a_stalled_one(server, local, under_way):
+def is_moving(transfer, nbytes):
+    return lambda: transfer.bytes_done >= nbytes
+
+
+def test_a_slow_server_is_not_a_stalled_one(clock, server, local, under_way):
     transfer, read = under_way
     for index in range(1, 8):
-        time.sleep(0.3)  # in all longer than the stall timeout
+        until(is_moving(transfer, index * CHUNK), what="what was sent")
+        clock.advance(0.8 * STALL_S)  # in all longer than a stall
         server.send_chunk(read.transfer, index)
     assert ended(local, transfer).state is TransferState.DONE
 
 
-@pytest.mark.timed("A pause of 1.5 s of a healthy server is a stall.")
-@hasty
-def test_a_read_that_waits_behind_others_is_not_stalled(server, local):
+def test_a_read_that_waits_behind_others_is_not_stalled(clock, server, local):
     peer = local.connect(server.endpoint)
     transfers = [local.read(peer, *tables()) for _ in range(MAX_READS + 3)]
     reads = [server.expect(Read) for _ in range(MAX_READS)]
     assert server.lines[0].is_silent(0.05)  # the rest is kept back
     for index in range(8):
-        time.sleep(0.3)
+        clock.advance(0.8 * STALL_S)
         server.send_chunk(reads[0].transfer, index)
+        until(is_moving(transfers[0], (index + 1) * CHUNK), what="what was sent")
     assert ended(local, transfers[0]).state is TransferState.DONE
     server.expect(Read)
     assert not any(transfer.is_terminal for transfer in transfers[1:])
