@@ -13,24 +13,35 @@ import time
 import msgspec
 import pytest
 
-from kvferry import mailbox
 from kvferry.control.leases import LeaseOutcome, LeaseTable
 from kvferry.control.messages import FinishAnswer, LeaseAnswer
 from kvferry.control.options import ControlOptions
 from kvferry.errors import PeerLostError
 from kvferry.testing.waiting import WAIT_S, until
+from tests.clock import Clock
 from tests.load import stop
 
-SHORT_S = 0.8
-"""Seconds that a lease lives without being renewed."""
+LEASE_S = 60.0
+"""Seconds that a lease lives without being renewed, by a clock that the test moves."""
 HEARTBEAT_S = 0.5
 """Seconds between heartbeats; three that stay away end a connection."""
 
 
-@pytest.fixture(autouse=True)
-def late(monkeypatch):
-    """What is late is said so soon, so that no test has to stand still for seconds."""
-    monkeypatch.setattr(mailbox, "LATE_S", 0.2)
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of all sources; name the fixture before ``serve``."""
+    return Clock.install(monkeypatch)
+
+
+@pytest.fixture
+def serve_leases(clock, serve):
+    """Serves with leases of the clock."""
+
+    def serve_them(**more):
+        leases = LeaseTable(max_blocks=100, duration_s=LEASE_S, clock=clock)
+        return serve(leases=leases, clock=clock, **more)
+
+    return serve_them
 
 
 def target(served, describe, options=None):
@@ -41,13 +52,14 @@ def target(served, describe, options=None):
 
 
 @contextlib.contextmanager
-def server_stands_still(served, client):
+def server_stands_still(served, client, clock=None):
     """The server's thread does not run, and so hears nobody."""
     stands, goes_on = threading.Event(), threading.Event()
 
     def stand():
-        stands.set()
-        goes_on.wait(WAIT_S)
+        with clock.stopped() if clock else contextlib.nullcontext():
+            stands.set()
+            goes_on.wait(WAIT_S)
         return []
 
     served.server.set_transfers(stand)
@@ -60,15 +72,14 @@ def server_stands_still(served, client):
         status.result(WAIT_S)
 
 
-@pytest.mark.timed("A lease of 0.8 s ends while a healthy target waits for the processor.")
-def test_a_source_whose_thread_stands_still_charges_no_lease_for_it(serve, describe):
-    served = serve(leases=LeaseTable(max_blocks=100, duration_s=SHORT_S))
+def test_a_source_whose_thread_stands_still_charges_no_lease_for_it(clock, serve_leases, describe):
+    served = serve_leases()
     client = target(served, describe)
     other = served.client(describe("monitor", "m1"))
     held, untaken = served.grant(), served.grant()
     assert served.renew(client, held).result(WAIT_S) == {held: LeaseAnswer.HELD}
-    with server_stands_still(served, other):
-        time.sleep(5 * SHORT_S)  # longer than any lease lasts by itself
+    with server_stands_still(served, other, clock):
+        clock.advance(5 * LEASE_S)  # longer than any lease lasts by itself
         renewed = served.renew(client, held, untaken)
         assert served.leases.sweep() == []
     assert renewed.result(WAIT_S) == dict.fromkeys((held, untaken), LeaseAnswer.HELD)
@@ -89,6 +100,11 @@ def test_calls_wait_for_a_server_whose_thread_stands_still(serve, describe):
     assert calls[1].result(WAIT_S) == FinishAnswer.HELD
 
 
+def count(served, name):
+    """How often something has come to the server."""
+    return served.server.status().counters.get(name, 0)
+
+
 def is_connected(served):
     """Whether the server takes the target of these tests for one that lives."""
     server = served.server
@@ -96,9 +112,9 @@ def is_connected(served):
     return server._mailbox.call(lambda: server._lives(("decode-1", "d1")))
 
 
-def swept(served):
+def swept(served, clock):
     """Waits for the end of a lease."""
-    return until(served.leases.sweep, what="the end of a lease")
+    return until(clock.passing(served.leases.sweep), what="the end of a lease")
 
 
 HOLDER = """
@@ -148,40 +164,40 @@ def holder(served, describe, hold_s=0.0):
             process.kill()
 
 
-@pytest.mark.timed("A lease of 2 s ends while a healthy target waits for the processor.")
 def test_a_target_that_never_gets_the_interpreter_lock_keeps_its_lease_and_its_answers(
-    serve, describe
+    clock, serve_leases, describe
 ):
     """It says nothing for longer than its lease lasts, than heartbeats and than its patience."""
-    options = ControlOptions(heartbeat_s=HEARTBEAT_S)
-    served = serve(leases=LeaseTable(max_blocks=100, duration_s=2.0), options=options)
+    served = serve_leases(options=ControlOptions(heartbeat_s=HEARTBEAT_S))
     with holder(served, describe, hold_s=3.0) as process:
+        renewals = count(served, "requests.Renew")
         print(file=process.stdin, flush=True)
+        until(lambda: count(served, "requests.Renew") > renewals, what="what is said before")
+        clock.advance(2 * LEASE_S)
         assert process.stdout.readline() == "held held held\n"
         assert served.leases.sweep() == []
 
 
-@pytest.mark.timed("A lease of 0.8 s ends while a healthy target waits for the processor.")
-def test_a_target_that_was_stopped_is_cut_off_and_its_lease_expires(serve, describe):
-    """Its connection is lost once heartbeats are not answered; a longer lease would show it."""
-    options = ControlOptions(heartbeat_s=HEARTBEAT_S)
-    served = serve(leases=LeaseTable(max_blocks=100, duration_s=SHORT_S), options=options)
+def test_a_target_that_was_stopped_is_cut_off_and_its_lease_expires(clock, serve_leases, describe):
+    """Its connection is lost once heartbeats are not answered."""
+    served = serve_leases(options=ControlOptions(heartbeat_s=HEARTBEAT_S))
     with holder(served, describe) as process:
         assert is_connected(served)
         stop(process.pid)
-        (ended,) = swept(served)
-        assert ended.outcome is LeaseOutcome.EXPIRED
         until(lambda: not is_connected(served), what="the end of the connection")
+        (ended,) = swept(served, clock)
+        assert ended.outcome is LeaseOutcome.EXPIRED
 
 
-@pytest.mark.timed("A lease of 0.8 s ends while a healthy target waits for the processor.")
-def test_a_target_that_was_killed_has_no_connection_that_would_keep_its_lease(serve, describe):
-    served = serve(leases=LeaseTable(max_blocks=100, duration_s=SHORT_S))
+def test_a_target_that_was_killed_has_no_connection_that_would_keep_its_lease(
+    clock, serve_leases, describe
+):
+    served = serve_leases()
     with holder(served, describe) as process:
         process.kill()
         process.wait()
         until(lambda: not is_connected(served), what="the end of the connection")
-        assert [ended.outcome for ended in swept(served)] == [LeaseOutcome.EXPIRED]
+        assert [ended.outcome for ended in swept(served, clock)] == [LeaseOutcome.EXPIRED]
 
 
 def test_a_server_that_never_answers_is_given_up_at_last(serve, describe):
