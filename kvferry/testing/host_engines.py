@@ -13,7 +13,6 @@ import os
 import re
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from kvferry.connectors.records import digest_mismatch
 from kvferry.serving.messages import EngineSettings
 from kvferry.serving.metrics import Records, RequestSummary
 from kvferry.testing.hosts import Host, HostProcess, Network
-from kvferry.testing.waiting import NotInTimeError, until
+from kvferry.testing.waiting import WAIT_S, until
 
 DTYPE = "float64"
 """Dtype whose rounding is too small to change a sampled token when the order of sums changes."""
@@ -61,7 +60,7 @@ class HostEngine:
         model: Path,
         log: Path,
         dtype: str = DTYPE,
-        timeout_s: float = 60.0,
+        timeout_s: float = WAIT_S,
     ) -> None:
         """Creates an engine that does not run yet.
 
@@ -198,7 +197,7 @@ class HostPair:
     decode: HostEngine
     max_tokens: int
     """Number of tokens in every answer, including the first token."""
-    timeout_s: float = 60.0
+    timeout_s: float = WAIT_S
     """Seconds within which every block must become free."""
     is_settled: bool = False
     """Whether both engines run and hold no block; stays ``False`` after a failed test."""
@@ -261,13 +260,16 @@ class HostPair:
 
     def settle(self) -> None:
         """Waits until every block of both engines is free again."""
-        deadline = time.monotonic() + self.timeout_s
-        while used := {
-            engine.host.name: blocks
-            for engine in (self.prefill, self.decode)
-            if (blocks := engine.used_blocks())
-        }:
-            if time.monotonic() > deadline:
-                raise NotInTimeError(f"KV blocks that never came back: {used}")
-            time.sleep(0.1)
+        engines = (self.prefill, self.decode)
+
+        def used() -> dict[str, int]:
+            blocks = {engine.host.name: engine.used_blocks() for engine in engines}
+            return {name: number for name, number in blocks.items() if number}
+
+        until(
+            lambda: not used(),
+            self.timeout_s,
+            every_s=0.1,
+            what=lambda: f"every block ({used()} are in use)",
+        )
         self.is_settled = True

@@ -37,12 +37,15 @@ from kvferry.engine.weights_folder import TinyConfig
 from kvferry.errors import HostError
 from kvferry.testing.host_engines import DTYPE, HostAnswer, HostEngine, HostPair
 from kvferry.testing.hosts import Host, Network
-from kvferry.testing.waiting import NotInTimeError
+from kvferry.testing.waiting import WAIT_S, until
 
 MAX_TOKENS = 6
 NUM_BLOCKS = 256
 FAULT_S = 2.0
 """Seconds for which a fault lasts."""
+
+TRIES = 10
+"""Number of prompts of which one must be loaded."""
 
 CLIENTS = 6
 """Number of requests under way at a time."""
@@ -99,7 +102,7 @@ class MultiHostConnectorConformance:
     your connector differs.
     """
 
-    timeout_s: ClassVar[float] = 60.0
+    timeout_s: ClassVar[float] = WAIT_S
     """Seconds after which a wait counts as failed."""
     prefill_shape: ClassVar[Mapping[str, Any]] = {"tp": 2, "block_size": 8, "layout": "HND"}
     """Shape of the prefill engine, as in a cluster file; override both shapes if yours must be
@@ -205,8 +208,8 @@ class MultiHostConnectorConformance:
         asked = [prompt(length, seed=length) for length in (2, 30, 100)]
         answers = [pair.serve(one) for one in asked]
         self.check(answers, expected(asked))
-        loaded = [pair.summary(answer).num_external_tokens for answer in answers]
-        assert all(loaded[1:]), f"tokens that came from the prefill engine: {loaded}"
+        for length in (30, 100):
+            self.check_kv_moves(pair, expected, length)
         pair.settle()
 
     def test_many_requests_at_once(self, pair: HostPair, expected: Expected) -> None:
@@ -305,18 +308,30 @@ class MultiHostConnectorConformance:
         assert [answer.error for answer in answers if answer.error] == []
         assert [answer.token_ids for answer in answers] == expected
 
+    def check_kv_moves(self, pair: HostPair, expected: Expected, num_tokens: int = 60) -> None:
+        """Asserts that the decode engine loads one of a few prompts. On a busy machine the prefill
+        engine may give up one, which is then computed.
+        """
+        asked = (prompt(num_tokens, seed) for seed in range(2000, 2000 + TRIES))
+        assert any(self._moves(pair, expected, one) for one in asked), (
+            f"none of {TRIES} prompts of {num_tokens} tokens came from the prefill engine"
+        )
+
+    def _moves(self, pair: HostPair, expected: Expected, asked: Prompt) -> bool:
+        """Whether the KV of a prompt is loaded; asserts that the answer is right."""
+        answer = pair.serve(asked)
+        self.check([answer], expected([asked]))
+        return pair.summary(answer).num_external_tokens > 0
+
     def check_recovery(self, pair: HostPair, expected: Expected) -> None:
         """Asserts that KV moves again after the fault, and that every block becomes free."""
         pair.mend()
-        deadline = time.monotonic() + self.timeout_s
-        for seed in itertools.count(1000):
-            asked = [prompt(60, seed)]
-            answers = [pair.serve(asked[0])]
-            self.check(answers, expected(asked))
-            if pair.summary(answers[0]).num_external_tokens:
-                break
-            if time.monotonic() > deadline:
-                raise NotInTimeError("nothing comes from the prefill engine any more")
+        seeds = itertools.count(1000)
+        until(
+            lambda: self._moves(pair, expected, prompt(60, next(seeds))),
+            self.timeout_s,
+            what="anything from the prefill engine",
+        )
         pair.check_digests()
         pair.settle()
 
