@@ -136,6 +136,17 @@ def test_only_the_file_runs_again_though_the_part_names_a_folder(folder, run):
     assert printed.count("ran test_b") == 1
 
 
+def test_the_options_of_all_parts_hold_for_the_second_run_too(folder, run):
+    late_once(folder, "test_a.py")
+    with (folder / "test_a.py").open("a") as file:
+        file.write("\ndef test_limit(request): print('limit', request.config.option.timeout)\n")
+    write(folder, "test_b.py", "def test_other(): print('ran', 'test_b')")
+    red, printed = run("-q -s", "--", "--timeout", "77", "test_a.py::test_it", "test_a.py")
+    assert red is None
+    assert printed.count("limit 77.0") == 2
+    assert "ran test_b" not in printed
+
+
 def test_failures_in_workers_are_known(folder, run):
     late_once(folder, "test_a.py")
     write(folder, "test_b.py", "def test_it(): pass")
