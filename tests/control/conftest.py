@@ -2,6 +2,7 @@
 
 import itertools
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -220,12 +221,14 @@ def serve() -> Iterator[Callable[..., Served]]:
         description: EngineDescription,
         options: ControlOptions | None = None,
         peers: PeerTable | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> ControlClient:
         client = ControlClient(
             engine_id=description.engine_id,
             incarnation=description.incarnation,
             options=options,
             peers=peers,
+            clock=clock,
         )
         opened.append(client)
         return client
