@@ -12,11 +12,7 @@ from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig
 from kvferry.testing import HostEngine, HostPair
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.processes,
-    pytest.mark.timed("A handshake of 5 s ends while a healthy host waits for the processor."),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 MAX_TOKENS = 6
 
