@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "integrations": 4925,
     "layouts": 3655,
     "observe": 575,
-    "router": 4918,
+    "router": 4919,
     "serving": 1015,
     "testing": 3915,
     "topology": 2210,

@@ -230,10 +230,11 @@ class BodyRequest(RoutedRequest[Forwarded]):
         computed, longest = self.computed, engine.told.max_model_len
         if computed is None or computed.prompt_tokens is None or longest is None:
             return {}
+        if not (_is_vllm(engine) and has_tokens_alone(self.path, self.body)):
+            return {}  # also if the client has asked for the token ids
         fits = computed.prompt_tokens + most_new_tokens(self.body) <= longest
         is_list = bytes(computed.prompt_token_ids).startswith(b"[")
-        ids = {"prompt_token_ids": computed.prompt_token_ids}
-        return ids if fits and is_list and _is_vllm(engine) else {}
+        return {"prompt_token_ids": computed.prompt_token_ids} if fits and is_list else {}
 
     def is_lost(self, error: ApiError, lent: Loan) -> bool:
         """Whether lent KV is useless for another decode engine after ``error`` of a decode engine.

@@ -273,6 +273,15 @@ def test_a_chat_for_which_the_decode_server_needs_its_text_is_rendered_there(tok
     assert asked_d["kv_transfer_params"] == {"ticket": "from p0"}
 
 
+@pytest.mark.parametrize("body", NO_TEXTS)
+def test_token_ids_for_the_client_do_not_stand_for_such_a_chat(tokenizing, body):
+    """Else the decode server would answer as if the chat had no image."""
+    assert tokenizing.post(**body, return_token_ids=True).status_code == 200
+
+    assert tokenizing.prefill[0].bodies[0]["return_token_ids"] is True
+    assert tokenizing.decode[0].bodies[0]["kv_transfer_params"] == {"ticket": "from p0"}
+
+
 def test_a_chat_that_is_too_long_with_its_answer_is_judged_by_the_decode_server(tokenizing):
     """vLLM 0.28 refuses a text that leaves no room for the answer, but not its tokens."""
     tokenizing.post(max_tokens=510)
