@@ -17,10 +17,12 @@ from kvferry.cli.console import make_console
 from kvferry.cli.options import ApiKey, Keys, OperatorKey, load_keys
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.router.answer import TextCodec
+from kvferry.router.draining import Drain
 from kvferry.router.lists import engines_behind, engines_in
 from kvferry.router.router import serve_router
 from kvferry.serving.messages import EngineAddress, Role, RouterSettings, without_credentials
 from kvferry.serving.process import listen
+from kvferry.serving.web import SHUTDOWN_GRACE_S
 
 
 class DecodeOnly(enum.StrEnum):
@@ -119,6 +121,14 @@ def route(
             "another server.",
         ),
     ] = 5.0,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds for which running requests go on after SIGTERM. The router goes on "
+            "listening, and refuses new requests. A second signal ends it at once.",
+        ),
+    ] = 60.0,
     decode_only: Annotated[
         DecodeOnly,
         typer.Option(help="Whether decode servers compute prompts while no prefill server can."),
@@ -219,6 +229,7 @@ def route(
         at_once=at_once.value,
         explain=explain,
         workers=workers,
+        drain_timeout_s=drain_timeout,
     )
     _set_up_logs(explain=explain)
     with contextlib.closing(listen(host, port, "router")) as listener:
@@ -226,9 +237,9 @@ def route(
         _tell(named, engines, settings, listener.getsockname()[1])
 
         async def run() -> None:
-            stop = asyncio.Event()
-            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
-            await serve_router(settings, codec, lists, listener, stop)
+            drain, loop = Drain(), asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGINT, drain.signalled, SHUTDOWN_GRACE_S)
+            await serve_router(settings, codec, lists, listener, drain)
 
         asyncio.run(run())
 

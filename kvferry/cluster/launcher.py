@@ -281,7 +281,7 @@ class Cluster(Closing):
         old, self._router = self._router, None
         self._processes.remove(old)
         old.terminate()
-        old.reap(TERM_GRACE_S)
+        old.reap(TERM_GRACE_S + self.config.router.drain_timeout_s)
         self.config = msgspec.structs.replace(self.config, router=router)
         self._router_port = 0
         self._start_router(deadline)
@@ -293,8 +293,8 @@ class Cluster(Closing):
             processes, self._processes = self._processes, []
             router = [process for process in processes if process is self._router]
             engines = [process for process in processes if process is not self._router]
-            for group in (router, engines):
-                deadline = time.monotonic() + TERM_GRACE_S
+            for group, drain_s in ((router, self.config.router.drain_timeout_s), (engines, 0.0)):
+                deadline = time.monotonic() + drain_s + TERM_GRACE_S
                 for process in group:
                     process.terminate()
                 for process in group:

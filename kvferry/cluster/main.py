@@ -89,6 +89,7 @@ def _router(report: Reporter) -> None:
     with contextlib.closing(listen(settings.host, settings.port, "router")) as listener:
         report.send(Bound(port=listener.getsockname()[1]))
         from kvferry.router.answer import TextCodec
+        from kvferry.router.draining import Drain
         from kvferry.router.router import serve_router
 
         assert settings.model_folder is not None  # the launcher always sends the model's folder
@@ -96,7 +97,7 @@ def _router(report: Reporter) -> None:
         report.send(Ready())
 
         async def serve() -> None:
-            await serve_router(settings, codec, (), listener, asyncio.Event())
+            await serve_router(settings, codec, (), listener, Drain())
 
         asyncio.run(serve())
 

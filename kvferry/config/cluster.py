@@ -326,6 +326,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of client connections; at most a quarter of the router's open-file limit."""
     max_request_bytes: int = 16 << 20
     """Maximum size of a request's body in bytes."""
+    drain_timeout_s: float = 3.0
+    """Maximum number of seconds for which running requests go on after SIGTERM."""
     workers: int = 1
     """Number of processes that serve requests. Several processes share their knowledge of the
     engines, and an additional process watches the engines."""
@@ -337,6 +339,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(
                     f"{field}: {getattr(self, field)} is not a number of seconds above 0"
                 )
+        if not 0 <= self.drain_timeout_s < float("inf"):
+            raise ValueError(
+                f"drain_timeout_s: {self.drain_timeout_s} is not a number of seconds, 0 or more"
+            )
         for field in ("max_connections", "max_request_bytes"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}: {getattr(self, field)} is less than 1")

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from kvferry.router.engines import Engine
 from kvferry.router.prefixes import PrefixIndex
+from kvferry.serving import web
 from kvferry.serving.metrics import LATENCY_BUCKETS_S
 from kvferry.serving.openai import ApiError
 
@@ -93,7 +94,8 @@ class RouterMetrics:
 
         async def endpoint(request: Request) -> Response:
             try:
-                response = await answer(request)
+                with web.told_why():
+                    response = await answer(request)
             except ApiError as error:
                 self.requests.labels(str(error.status)).inc()
                 self.failed(error)

@@ -28,6 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry.config import shown
+from kvferry.router.draining import Drain
 from kvferry.router.engines import Engine
 from kvferry.router.headers import Keys
 from kvferry.router.lists import EnginePlace
@@ -47,6 +48,8 @@ class Operators:
 
     members: Members
     keys: Keys
+    drain: Drain
+    """The end of this router."""
     has_changed: Callable[[], Awaitable[None]]
     """Called and awaited after each change, before the answer."""
 
@@ -76,6 +79,8 @@ class Operators:
         prefills, decodes = (bool(pool.fit() or pool.slow()) for pool in (prefill, decode))
         able = decodes and (prefills or prefill.dispensable)
         status = "unavailable" if not able else "ok" if prefills else "decode_only"
+        if self.drain.begun.is_set():
+            able, status = False, "draining"
         return web.json_response({"status": status, **self._engines()}, 200 if able else 503)
 
     async def _list(self, request: Request) -> Response:

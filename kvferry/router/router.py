@@ -22,11 +22,13 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from kvferry.observe.spans import Spans
 from kvferry.router.answer import TextCodec
 from kvferry.router.choice import Chooser
 from kvferry.router.completions import Completions, Parse
+from kvferry.router.draining import Drain
 from kvferry.router.engine_client import EngineClient
 from kvferry.router.hand_over import HandOver
 from kvferry.router.headers import Keys
@@ -58,6 +60,7 @@ class Router:
         *,
         workers: Workers | None = None,
         leader: Leader | None = None,
+        drain: Drain | None = None,
     ) -> None:
         """Makes a router. Without a codec, every request passes through.
 
@@ -68,6 +71,7 @@ class Router:
             spans: collector of the trace spans of all requests; the router becomes its owner.
             workers: the worker processes, for a leader.
             leader: the leader process, for a worker.
+            drain: the end of this router; by default, the router never drains.
 
         Raises:
             ValueError: there is no codec, and the engines are not foreign.
@@ -76,7 +80,7 @@ class Router:
             raise ValueError("codec: None, but only foreign engines can do without")
         self._settings = settings
         self._keys = Keys(settings.api_key, settings.operator_key)
-        self._workers, self._leader = workers, leader
+        self._leader = leader
         self.bodies = web.BodyReader(settings.max_request_bytes)
         """Reader of the clients' request bodies."""
         self.client = EngineClient(web.bearer(settings.api_key))
@@ -87,6 +91,12 @@ class Router:
             settings, self.client, lists, table, follows=leader is not None
         )
         """The engines known to the router."""
+
+        async def tell_workers() -> None:
+            if workers is not None:
+                await workers.tell(members)
+
+        self._operators = Operators(members, self._keys, drain or Drain(), tell_workers)
         folder = workers.folder if workers is not None else None
         self._metrics = RouterMetrics(members, members.index, folder)
         hand_over = HandOver(
@@ -106,7 +116,7 @@ class Router:
         elsewhere = workers.requests if workers is not None else None
         self._watch = ClusterWatch(members, self.client, settings.curve, spans, elsewhere)
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """Makes the ASGI application, which watches the engines' health while it runs."""
         routes = [
             Route("/v1/completions", self._generate(parse_completion), methods=["POST"]),
@@ -116,21 +126,19 @@ class Router:
             *(self._relays.routes() if self._settings.foreign else ()),
             *(self._leader.routes() if self._leader is not None else self._own_routes()),
         ]
-        return Starlette(
-            routes=routes, lifespan=self._lifespan, exception_handlers=web.EXCEPTION_HANDLERS
+        return self._operators.drain.around(
+            Starlette(
+                routes=routes, lifespan=self._lifespan, exception_handlers=web.EXCEPTION_HANDLERS
+            )
         )
 
     def _own_routes(self) -> list[Route]:
         """Routes that a worker leaves to its leader."""
         return [
             Route("/metrics", self._metrics.show),
-            *Operators(self.members, self._keys, self._tell_workers).routes(),
+            *self._operators.routes(),
             *self._watch.routes(self._keys),
         ]
-
-    async def _tell_workers(self) -> None:
-        if self._workers is not None:
-            await self._workers.tell(self.members)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -192,45 +200,61 @@ async def serve_router(
     codec: TextCodec | None,
     lists: Sequence[EngineList],
     listener: socket.socket,
-    stop: asyncio.Event,
+    drain: Drain,
 ) -> None:
-    """Serves with the configured number of workers, until SIGTERM or until the event is set.
+    """Serves with the configured number of workers, until the router has drained: after SIGTERM, or
+    when ``drain`` begins.
 
     Raises:
         WorkerDiedError: a worker ended before any worker has served.
     """
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    loop, within_s = asyncio.get_running_loop(), settings.drain_timeout_s
+    loop.add_signal_handler(signal.SIGTERM, drain.signalled, within_s)
+    most = settings.max_connections
     if settings.workers == 1:
         spans = Spans.from_environment("kvferry-router", _place(settings, listener))
-        app = Router(settings, codec, lists, spans).app()
-        await web.serve(app, listener, stop, settings.max_connections)
+        app = Router(settings, codec, lists, spans, drain=drain).app()
+        await web.serve(app, listener, drain.over, most, ends_on_sigterm=False)
         return
     with tempfile.TemporaryDirectory(prefix="kvferry-router-", dir=temporary_folder()) as folder:
         workers = Workers(settings, listener, Path(folder))
-        router = Router(settings, codec, lists, workers=workers)
+        router = Router(settings, codec, lists, workers=workers, drain=drain)
         inside, ended = socket.socket(socket.AF_UNIX), asyncio.Event()
         inside.bind(door(folder))
         serving = asyncio.create_task(web.serve(router.app(), inside, ended, ends_on_sigterm=False))
         try:
-            await workers.run(router.members, stop)
+            await workers.run(router.members, drain)
         finally:
             ended.set()
             await serving
 
 
 def serve_as_worker(settings: WorkerSettings) -> None:
-    """Serves as a worker until SIGTERM. If the leader is gone, the worker sends SIGTERM to
-    itself.
-    """
+    """Serves as a worker until SIGTERM, which drains; SIGINT ends the worker at once."""
     count_as_worker(settings.number)
-    mine, leader = settings.router, Leader(settings)
+    drain = Drain()
+    mine, leader = settings.router, Leader(settings, drain)
     codec = TextCodec.open(mine.model_folder) if mine.model_folder is not None else None
     with contextlib.closing(SharedListener(fileno=settings.listener)) as listener:
         place = f"{_place(mine, listener)}-{settings.number}"
         spans = Spans.from_environment("kvferry-router", place)
-        app = Router(mine, codec, spans=spans, leader=leader).app()
+        app = Router(mine, codec, spans=spans, leader=leader, drain=drain).app()
+
+        async def serve() -> None:
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGTERM, drain.begin, mine.drain_timeout_s)
+            loop.add_signal_handler(signal.SIGINT, drain.cut)
+            await web.serve(
+                app,
+                listener,
+                drain.over,
+                mine.max_connections,
+                takes_at_a_time=1,
+                ends_on_sigterm=False,
+            )
+
         try:
-            asyncio.run(web.serve(app, listener, None, mine.max_connections, takes_at_a_time=1))
+            asyncio.run(serve())
         finally:
             leader.sweep()
 

@@ -41,6 +41,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry.errors import WorkerDiedError
 from kvferry.router.counts import CountTable
+from kvferry.router.draining import Drain
 from kvferry.router.headers import end_to_end
 from kvferry.router.health import EngineState
 from kvferry.router.members import Members
@@ -196,8 +197,8 @@ class Workers:
         self._engines: tuple[EngineState, ...] = ()
         self._stop = asyncio.Event()
 
-    async def run(self, members: Members, stop: asyncio.Event) -> None:
-        """Keeps all workers running until the event is set, and then ends them.
+    async def run(self, members: Members, drain: Drain) -> None:
+        """Keeps all workers running until the router drains; then drains them too.
 
         Raises:
             WorkerDiedError: a worker ended before any worker has served.
@@ -205,24 +206,32 @@ class Workers:
         self._look(members)
         looking = asyncio.create_task(self._look_always(members))
         keepers = [asyncio.create_task(self._keep(each)) for each in range(1, self._processes)]
-        stopped = asyncio.create_task(stop.wait())
+        begun = asyncio.create_task(drain.begun.wait())
+        cut = asyncio.create_task(drain.cuts.wait())
+        all_ended = asyncio.gather(*keepers, return_exceptions=True)
         try:
-            await asyncio.wait((stopped, *keepers), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((begun, *keepers), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            if not drain.begun.is_set():
+                drain.cut()  # no worker can serve
             self._stop.set()
-            self._listener.close()  # later clients are refused, and do not wait
-            for worker in tuple(self._running.values()):
-                worker.end(signal.SIGTERM)
-            await asyncio.wait(keepers, timeout=TERM_GRACE_S)
-            for worker in tuple(self._running.values()):
-                worker.end(signal.SIGKILL)
-            ended = await asyncio.gather(*keepers, return_exceptions=True)
-            for task in (looking, stopped):
+            self._listener.close()  # the workers still listen, each until its own end
+            self._end_all(signal.SIGTERM)
+            await asyncio.wait((all_ended, cut), return_when=asyncio.FIRST_COMPLETED)
+            self._end_all(signal.SIGINT)
+            await asyncio.wait((all_ended,), timeout=TERM_GRACE_S)
+            self._end_all(signal.SIGKILL)
+            ended = await all_ended
+            for task in (looking, begun, cut):
                 task.cancel()
             os.close(self._table_fd)
         for error in ended:
             if error is not None:
                 raise error
+
+    def _end_all(self, number: signal.Signals) -> None:
+        for worker in tuple(self._running.values()):
+            worker.end(number)
 
     async def tell(self, members: Members) -> None:
         """Waits until all workers that answer know the engines' current states, for at most
@@ -345,8 +354,8 @@ class SharedListener(socket.socket):
 class Leader:
     """The leader, as a worker sees it."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: WorkerSettings, drain: Drain) -> None:
+        self._settings, self._drain = settings, drain
         processes = settings.router.workers + 1
         self.table = CountTable(settings.table, processes, settings.number)
 
@@ -374,7 +383,7 @@ class Leader:
             except Exception as error:
                 logger.warning("the router's leader is heard no longer: %r", error)
             # A worker without news of the engines must be restarted.
-            os.kill(os.getpid(), signal.SIGTERM)
+            self._drain.begin(web.SHUTDOWN_GRACE_S)
 
         await hear()
         hearing = asyncio.create_task(hear_always())

@@ -35,8 +35,15 @@ MAX_CHOICES = 128
 """Maximum number of choices (prompts times ``n``) of a request."""
 
 
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+"""Paths of Anthropic's API, and of OpenAI's API of responses."""
+_ANTHROPIC = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+_ANTHROPIC |= {503: "overloaded_error", 504: "timeout_error"}
+"""HTTP status → type of an error in Anthropic's API, unless the type is the general one."""
+
+
 class ApiError(Exception):
-    """An error that the HTTP client receives in OpenAI's format."""
+    """An error that the HTTP client receives in the format of the API that it uses."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None
@@ -51,8 +58,12 @@ class ApiError(Exception):
         """Headers of the foreign server's answer for the client, such as ``retry-after``."""
         super().__init__(message)
 
-    def body(self) -> dict[str, Any]:
-        """The error as OpenAI's JSON."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The error as JSON, in the form of the API of ``path``: Anthropic's or OpenAI's."""
+        if path.startswith(MESSAGES):
+            kind = "invalid_request_error" if self.status < 500 else "api_error"
+            kind = _ANTHROPIC.get(self.status, kind)
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import gc
+import re
 import secrets
 import signal
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvferry.serving.openai import ApiError
+from kvferry.serving.openai import MESSAGES, RESPONSES, ApiError
 
 if TYPE_CHECKING:
     import uvicorn
@@ -129,7 +130,7 @@ def json_response(
     )
 
 
-async def answer_error(_: Request, error: Exception) -> Response:
+async def answer_error(request: Request, error: Exception) -> Response:
     """The answer to a request that raised an exception; unknown exceptions get status 500."""
     match error:
         case ClientGoneError() | ClientDisconnect():
@@ -140,7 +141,7 @@ async def answer_error(_: Request, error: Exception) -> Response:
             told = ApiError(400, "the body is nested too deeply")
         case _:
             told = ApiError(500, f"internal error: {error!r}", code="internal_error")
-    response = json_response(told.body(), told.status)
+    response = json_response(told.body(request.scope["path"]), told.status)
     if told.content is not None:
         response = Response(told.content, told.status)
     put_on(response, told.headers)
@@ -153,6 +154,34 @@ EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Exception], Any]] = dict.fromke
 """Argument for ``Starlette(exception_handlers=...)``."""
 
 
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request with an error, and ends the connection. The body is read and dropped first:
+    a client that still sends its body might not see the answer.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while (await receive()).get("more_body"):
+                pass
+    response = await answer_error(Request(scope), error)
+    response.headers["connection"] = "close"
+    await response(scope, receive, send)
+
+
+@contextlib.contextmanager
+def told_why() -> Iterator[None]:
+    """In a task that was cancelled with an :class:`ApiError`, raises this error in place of the
+    cancellation.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as cancelled:
+        error, task = next(iter(cancelled.args), None), asyncio.current_task()
+        if task is None or not isinstance(error, ApiError):
+            raise
+        task.uncancel()
+        raise error from None
+
+
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Runs ``work``, and cancels it if the client disconnects. The body must have been read before.
 
@@ -160,12 +189,14 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     result.
 
     Raises:
+        ApiError: the caller's task was cancelled with this error.
         ClientGoneError: the client disconnected before the result.
     """
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        with told_why():
+            await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not watcher.done():
             return task.result()
         raise ClientGoneError
@@ -206,7 +237,8 @@ async def deadline(when: float, timeout_s: float) -> AsyncGenerator[None, None]:
 class EventStream(Response):
     """Streams events until their end or until the client disconnects; then closes the generator.
 
-    An :class:`ApiError` after the first byte becomes an error event, followed by ``[DONE]``.
+    An :class:`ApiError` after the first byte becomes the last event, in the form of the stream's
+    API.
     """
 
     media_type = "text/event-stream"
@@ -223,28 +255,54 @@ class EventStream(Response):
         self._events = events
         # Not a part of the generator: a generator that was never started runs no clean-up.
         self._on_end = on_end
+        self._last: bytes | None = None
+        """The bytes of events that were sent last; ``None`` before the head was sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs as an ASGI application."""
+        end = b""
         try:
             await until_disconnect(receive, self._send_all(send))
         except ClientGoneError:
-            pass
+            return
+        except ApiError as error:
+            if self._last is None:
+                await self._send_head(send)
+            end = _error_event(error, scope["path"], self._last or b"")
         finally:
             self._on_end()
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_head(self, send: Send) -> None:
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
+        self._last = b""
+
+    async def _send_all(self, send: Send) -> None:
+        await self._send_head(send)
         async with aclosing(self._events) as events:
-            try:
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-            except ApiError as error:
-                body = sse_event(error.body()) + SSE_DONE
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                self._last = event
+
+
+_SEQUENCE = re.compile(rb'"sequence_number":\s*(\d+)')
+"""Pattern of an event's number in a stream of a response."""
+
+
+def _error_event(error: ApiError, path: str, last: bytes) -> bytes:
+    """The end of a stream that fails after ``last``, in the form of the API of ``path``."""
+    # Bytes that pass through may end in the middle of an event.
+    begin = b"" if last.endswith((b"\n\n", b"\r\n\r\n")) or not last else b"\n\n"
+    if path.startswith(MESSAGES):
+        return begin + b"event: error\n" + sse_event(error.body(path))
+    if path.startswith(RESPONSES):
+        told = {**error.body()["error"], "type": "error"}
+        number = _SEQUENCE.findall(last)
+        told["sequence_number"] = int(number[-1]) + 1 if number else 0
+        return begin + b"event: error\n" + sse_event(told)
+    return begin + sse_event(error.body()) + SSE_DONE
 
 
 SSE_DONE = b"data: [DONE]\n\n"

@@ -52,6 +52,15 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.contextmanager
 def running_router(prefill: Sequence[str], decode: Sequence[str], *options: str) -> Iterator[str]:
     """The command ``kvferry router`` before these servers, all of them well; yields its address."""
+    with router_process(prefill, decode, *options) as (_, url):
+        yield url
+
+
+@contextlib.contextmanager
+def router_process(
+    prefill: Sequence[str], decode: Sequence[str], *options: str
+) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """The same; yields the process too."""
     command = [sys.executable, "-m", "kvferry.cli", "router", "--port", "0", *options]
     for role, urls in (("--prefill", prefill), ("--decode", decode)):
         command += [word for url in urls for word in (role, url)]
@@ -62,7 +71,7 @@ def running_router(prefill: Sequence[str], decode: Sequence[str], *options: str)
             url = next(filter(None, found)).group()
             with httpx.Client(base_url=url, timeout=WAIT_S, trust_env=False) as client:
                 wait_until_healthy(client)
-            yield url
+            yield process, url
         finally:
             process.send_signal(signal.SIGINT)
 

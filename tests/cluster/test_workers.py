@@ -22,6 +22,7 @@ from kvferry.config import RouterConfig
 from kvferry.errors import WorkerDiedError
 from kvferry.router import health
 from kvferry.router.counts import SLOTS, CountTable
+from kvferry.router.draining import Drain
 from kvferry.router.engine_client import EngineClient, HttpAnswer
 from kvferry.router.health import SGLangServer, Told
 from kvferry.router.members import Members
@@ -57,6 +58,7 @@ class Running:
             port=0,
             assume_cached=True,
             explain=True,
+            drain_timeout_s=WAIT_S,
         )
         reports, report_to = os.pipe()
         self.leader = subprocess.Popen(
@@ -120,14 +122,6 @@ class Running:
     def doors(self):
         """Number of the workers' connections within this host, to their leader among them."""
         return sum(len(each.net_connections("unix")) for each in self.workers().values())
-
-    def refuses(self):
-        """Whether new connections are."""
-        try:
-            socket.create_connection(("127.0.0.1", self.port)).close()
-        except ConnectionRefusedError:
-            return True
-        return False
 
     @contextlib.contextmanager
     def only(self, number):
@@ -388,24 +382,22 @@ def test_killing_the_leader_ends_the_workers_and_frees_the_port(ending):
     socket.create_server(("127.0.0.1", ending.port)).close()
 
 
-@pytest.mark.timed(
-    "Open requests have 3 s from the end on, in which the test must see the port refuse."
-)
 def test_the_end_lets_open_requests_end_and_leaves_no_process_and_no_file(ending):
-    processes = list(ending.workers().values())
+    processes = ending.workers()
     for each in ending.decode:
         each.hang = True
     asked = ending.begin(2)
 
     ending.leader.terminate()
-    until(ending.refuses)  # not for long: open requests have SHUTDOWN_GRACE_S to end
+    until(lambda: is_gone(processes[1]))
+    assert ending.client.get("/health").json()["status"] == "draining"
     for each in ending.decode:
         each.release.set()
 
     assert asked.getresponse().status == 200
     asked.close()
     assert ending.leader.wait(WAIT_S) == 0
-    assert all(is_gone(each) for each in processes)
+    assert all(is_gone(each) for each in processes.values())
     assert not list(ending.folder.glob("kvferry-router-*"))
 
 
@@ -416,7 +408,7 @@ def test_a_router_whose_workers_cannot_start_ends_and_says_so(monkeypatch, tmp_p
     async def run():
         with socket.create_server(("127.0.0.1", 0)) as listener:
             workers = Workers(settings, listener, tmp_path)
-            await workers.run(Members(settings, EngineClient({})), asyncio.Event())
+            await workers.run(Members(settings, EngineClient({})), Drain())
 
     with pytest.raises(WorkerDiedError, match=r"worker \d of the router ended with exit code 1"):
         asyncio.run(run())
@@ -549,7 +541,7 @@ def test_a_worker_does_not_unlearn_of_which_kind_an_engine_is():
     assert (follower.have_sglang, follower.max_model_len) == (False, None)
 
 
-def test_a_worker_that_hears_nothing_of_its_leader_any_more_ends(monkeypatch, tmp_path):
+def test_a_worker_that_hears_nothing_of_its_leader_any_more_ends(tmp_path):
     members, follower = followed("d0")
     mine, theirs = socket.socketpair()
     fd = CountTable.make(2)
@@ -562,24 +554,21 @@ def test_a_worker_that_hears_nothing_of_its_leader_any_more_ends(monkeypatch, tm
         folder=str(tmp_path),
         leader=os.getppid(),
     )
-    leader = Leader(settings)
+    drain = Drain()
+    leader = Leader(settings, drain)
     os.close(fd)
-    ended = []
-    monkeypatch.setattr(os, "kill", lambda *told: ended.append(told))
     members.add(EngineAddress(name="d1", role="decode", url="http://d1"))
 
     async def run():
         async with leader.followed(follower, list):
             theirs.close()
-            while not ended:
-                await asyncio.sleep(0.01)
+            await drain.over.wait()
 
     tell = Tell(engines=members.states(), asks=True)
     theirs.sendall(msgspec.json.encode(tell) + b"\n")
     asyncio.run(run())
 
     assert [each.name for each in follower] == ["d0", "d1"]
-    assert ended == [(os.getpid(), signal.SIGTERM)]
     leader.sweep()
     assert tmp_path.exists()
 
