@@ -7,14 +7,13 @@ without an API key, only the router may be able to reach the server.
 """
 
 import asyncio
-import contextlib
 import logging
 import socket
 import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 from starlette.applications import Starlette
@@ -86,11 +85,13 @@ class EngineRequestBody(SamplingParams, frozen=True, kw_only=True):
 
 
 class TakeBackBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``POST /kvferry/take_back``: the parameters of an answer that will not be
-    used.
+    """The body of ``POST /kvferry/take_back``: a request whose answer has no reader, or the
+    parameters of an answer that will not be used.
     """
 
-    kv_transfer_params: dict[str, Any]
+    kv_transfer_params: dict[str, Any] = {}
+    request_ids: Annotated[list[str], msgspec.Meta(max_length=16)] = []
+    """Ids under which the request may have arrived; it may not have ended."""
 
 
 class _Run:
@@ -104,22 +105,15 @@ class _Run:
         """Whether the client was still connected when the end of the answer was sent."""
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
-        self._on_late: Callable[[EngineOutput], None] | None = None
 
     def on_output(self, output: EngineOutput) -> None:
         """Takes an output; called from the engine's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._arrived, output)
+            self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
         except RuntimeError:
             # The server has ended while the engine still steps: the output has no reader.
             if not self._loop.is_closed():
                 raise
-
-    def _arrived(self, output: EngineOutput) -> None:
-        if self._on_late is not None:
-            self._on_late(output)
-        else:
-            self._outputs.put_nowait(output)
 
     async def next(self) -> EngineOutput:
         """Waits for the next output of the engine and returns it."""
@@ -131,12 +125,6 @@ class _Run:
             output, token_ids=self.answer.token_ids, gaps=self.answer.gaps
         )
         return output
-
-    def leave(self, on_late: Callable[[EngineOutput], None]) -> None:
-        """Stops the wait for outputs; later outputs go to ``on_late``."""
-        self._on_late = on_late
-        while not self._outputs.empty():
-            on_late(self._outputs.get_nowait())
 
     @property
     def is_over(self) -> bool:
@@ -317,26 +305,19 @@ class EngineServer:
 
     def _end(self, run: _Run) -> None:
         """Ends a request: the client has the whole answer, or is gone."""
-        if not run.is_over:
-            run.leave(self._unwanted)
+        # A request that was refused because its id is in use must not end the other request.
+        if not run.is_over or (run.answer.kv_transfer_params and not run.is_told):
             self._engine.abort(run.answer.request_id)
-        elif not run.is_told:
-            self._unwanted(run.answer)
         summary = run.summary()
         self._requests.append(summary)
         self._metrics.count(summary)
 
-    def _unwanted(self, output: EngineOutput) -> None:
-        """Takes the lent blocks of an output back: the client left before it read the output."""
-        if params := output.kv_transfer_params:
-            with contextlib.suppress(KVFerryError):  # an ended engine has no leases any more
-                self._engine.call(lambda engine: engine.take_back(params))
-
     async def _take_back(self, request: Request) -> Response:
         body = parse_body(TakeBackBody, await self._bodies.json(request))
-        await answered(
-            lambda: self._engine.call(lambda engine: engine.take_back(body.kv_transfer_params))
-        )
+        for request_id in body.request_ids:
+            self._engine.abort(request_id)
+        if params := body.kv_transfer_params:
+            await answered(lambda: self._engine.call(lambda engine: engine.take_back(params)))
         return web.json_response({})
 
     async def _events(self, run: _Run, first: EngineOutput) -> AsyncGenerator[bytes, None]:

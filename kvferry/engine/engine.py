@@ -146,10 +146,11 @@ class Engine(Closing):
         self._aggregator.forget(request_id)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request now; the next step reports the end. Ignores unknown ids.
+        """Ends a request now; the next step reports the end. If the request has ended, the blocks
+        that it lends are taken back, as its answer has no reader. Ignores unknown ids.
 
         Returns:
-            Whether the request existed.
+            Whether the request had not ended.
         """
         return self.scheduler.abort(request_id)
 

@@ -203,7 +203,8 @@ class EngineLoop(Closing):
             raise
 
     def abort(self, request_id: str) -> None:
-        """Ends a request with ``abort``, unless the request has just ended otherwise.
+        """Ends a request with ``abort``; if the request has just ended otherwise, takes back the
+        blocks that it lends.
 
         Does nothing after the end of the engine, because there are no requests any more.
         """

@@ -151,13 +151,12 @@ class Scheduler:
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request in any state; the next ``update`` brings the output.
-
-        Returns:
-            Whether a request ended; unknown and ended ids are ignored.
+        """Ends a request in any state; the next ``update`` brings the output. Takes back the blocks
+        that an ended request lends. Returns whether a request ended; unknown ids are ignored.
         """
         request = self.requests.get(request_id)
         if request is None:
+            self.transfers.take_back(request_id)
             return False
         self._end(request, RequestStatus.FINISHED_ABORTED)
         return True

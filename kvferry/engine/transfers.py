@@ -35,6 +35,8 @@ class KVTransfers:
         self._loads: dict[str, EngineRequest] = {}
         self.held: dict[str, EngineRequest] = {}
         """Request id → request, for ended ones whose blocks stay allocated."""
+        self._lent_as: dict[str, dict[str, Any]] = {}
+        """Request id → ``kv_transfer_params`` of the answer, for these requests."""
         self._withdrawn: set[str] = set()
         self._started: list[str] = []
         self._logged: set[tuple[str, str]] = set()
@@ -174,11 +176,17 @@ class KVTransfers:
         is_admitted = any(block_ids)
         if keep and is_admitted:
             self.held[name] = request
+            self._lent_as[name] = params or {}
             if not load.under_way:
                 self._started.append(name)
         elif is_admitted:
             self._manager.free(request)
         return params
+
+    def take_back(self, request_id: str) -> None:
+        """Takes back what an ended request lends; other ids are ignored."""
+        if self._connector is not None and (params := self._lent_as.get(request_id)):
+            self._connector.take_back(params)
 
     def reclaim(self, num_blocks: int) -> bool:
         """Ends loans of cached prefixes that no engine has fetched yet, oldest first, until
@@ -208,6 +216,7 @@ class KVTransfers:
 
     def _release(self, request_id: str) -> None:
         self._withdrawn.discard(request_id)
+        del self._lent_as[request_id]
         self._manager.free(self.held.pop(request_id))
 
     def _note_failures(self, records: list[TransferRecord], invalid_block_ids: set[int]) -> None:

@@ -42,6 +42,8 @@ KEPT_S = 2.0
 """Seconds for which an idle connection is kept; servers with uvicorn, such as vLLM's, close an idle
 connection after 5 s."""
 
+AGAIN = "-again"
+"""End of the id of a request that is sent a second time."""
 NO_HEAD = Head()
 """Head of the router's own requests."""
 ClientError = aiohttp.ClientError
@@ -282,7 +284,7 @@ class EngineClient:
             raise KeptConnectionError(str(first) or type(first).__name__) from first
         # A new id: if the first request arrived, its server may still know its id.
         if "x-request-id" in headers:
-            headers = {**headers, "x-request-id": headers["x-request-id"] + "-again"}
+            headers = {**headers, "x-request-id": headers["x-request-id"] + AGAIN}
         try:
             return await self._request(self.new, method, url, headers, content, timeout)
         except UNSENT:

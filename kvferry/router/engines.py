@@ -226,8 +226,12 @@ class Engine:
                 raise
 
     def take_back(self, kv_transfer_params: Mapping[str, Any], request_id: str) -> None:
-        """Gives lent KV back to the engine, because no request will read it. Does not wait; never
+        """Gives KV back to the engine, because no request will read it. Does not wait; never
         raises.
+
+        Args:
+            kv_transfer_params: the parameters that lend the KV; empty if they were not read.
+            request_id: id of the request for which the engine lends KV, or would lend it.
         """
         self._go_on_with(self._take_back(kv_transfer_params, request_id))
 
@@ -244,12 +248,13 @@ class Engine:
         task.add_done_callback(self._beside.discard)
 
     async def _take_back(self, kv_transfer_params: Mapping[str, Any], request_id: str) -> None:
-        body = {"kv_transfer_params": kv_transfer_params}
+        ids = [request_id, request_id + engine_client.AGAIN]
+        body = {"kv_transfer_params": kv_transfer_params, "request_ids": ids}
         # A dead engine has no leases left; foreign servers let leases expire.
         with contextlib.suppress(ClientError, TimeoutError):
             async with asyncio.timeout(engine_client.CONNECT_TIMEOUT_S):
                 url = f"{self.url}/kvferry/take_back"
-                response = await self.client.send(url, body, request_id, once=False)
+                response = await self.client.send(url, body, f"{request_id}-back", once=False)
                 response.close()
 
     async def aclose(self) -> None:

@@ -17,8 +17,8 @@ ids (:mod:`kvferry.router.token_request`), and bodies in the client's own words
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -78,7 +78,7 @@ class Loan:
         Args:
             lender: the engine that lends the KV.
             params: the transfer parameters with which another engine fetches the KV.
-            request_id: the id of the attempt at the engines.
+            request_id: the id of the lender's request.
             computed_at: time of the prefill engine's answer, in seconds on the monotonic clock;
                 ``None`` if no prefill engine has computed the prompt.
         """
@@ -115,7 +115,7 @@ class Loan:
     def give_back(self) -> None:
         """Gives the KV back to its lender, unless an engine has fetched the KV. Idempotent."""
         if self._lender is not None:
-            self._lender.take_back(self.params or {}, f"{self._request_id}-back")
+            self._lender.take_back(self.params or {}, self._request_id)
         self.fetched()
 
     def __enter__(self) -> Self:
@@ -123,6 +123,19 @@ class Loan:
 
     def __exit__(self, *_: object) -> None:
         self.give_back()
+
+
+@contextmanager
+def unless_read(lender: Engine, request_id: str) -> Iterator[None]:
+    """Gives back what an engine lends to a request, if the engine's answer is not read: the client
+    may leave, or the connection may break, while the answer is on its way.
+    """
+    try:
+        yield
+    except (asyncio.CancelledError, EngineDownError) as error:
+        if not isinstance(error, EngineDownError) or error.reached:
+            lender.take_back({}, request_id)
+        raise
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,6 +216,10 @@ class RoutedRequest(ABC, Generic[Told]):
     @abstractmethod
     def may_be_at_once(self) -> bool:
         """Whether a prefill engine and a decode engine may get this attempt at the same time."""
+
+    def has_fetched(self, told: Told) -> bool:
+        """Whether a reply of the decode engine shows that this engine has fetched the lent KV."""
+        return True
 
     @property
     def is_list(self) -> bool:
@@ -458,7 +475,8 @@ class HandOver:
                     return
             async with aclosing(self._decode(request, lent)) as replies:
                 async for reply in replies:
-                    lent.fetched()
+                    if request.has_fetched(reply):
+                        lent.fetched()
                     yield reply
 
     async def _prefill(
@@ -486,7 +504,8 @@ class HandOver:
             # computes the prompt without the loan.
             borrowed = loan if engine is request.chosen[0] else Loan()
             try:
-                reply = await request.compute(engine, borrowed.params)
+                with unless_read(engine, request.engine_request_id):
+                    reply = await request.compute(engine, borrowed.params)
             except ApiError as error:
                 if request.failed(engine, error, borrowed, may_skip=self.prefill.dispensable):
                     return None

@@ -120,6 +120,12 @@ class BodyRequest(RoutedRequest[Forwarded]):
         """Whether the request has several prompts, with a single sequence each."""
         return bool(self.several) and set(self.several.split(", ")).issubset(_PROMPTS)
 
+    def has_fetched(self, told: Forwarded) -> bool:
+        """Whether the answer is not a refusal: a server may refuse a body before it looks at the
+        transfer parameters.
+        """
+        return told.status == 200
+
     @property
     def may_be_at_once(self) -> bool:
         """Whether both engines may get this attempt at the same time."""

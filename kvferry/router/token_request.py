@@ -37,7 +37,13 @@ import msgspec
 from kvferry.engine.messages import SamplingParams
 from kvferry.router.choice import Chooser
 from kvferry.router.engines import Engine
-from kvferry.router.hand_over import LEAST_AT_ONCE, Loan, RoutedRequest, StartAgainError
+from kvferry.router.hand_over import (
+    LEAST_AT_ONCE,
+    Loan,
+    RoutedRequest,
+    StartAgainError,
+    unless_read,
+)
 from kvferry.router.replies import EngineDownError, Reply
 from kvferry.router.rooms import REMOTE_DECODE, Joined, by_transfer
 from kvferry.router.words import Words
@@ -124,7 +130,8 @@ class TokenRequest(RoutedRequest[Reply]):
         lender, began = begin.lender, time.monotonic()
         body, request_id = self._body(1, ONLY_CACHED), f"{self.engine_request_id}-lend"
         try:
-            reply = await lender.complete(body, request_id, self.span, self.head)
+            with unless_read(lender, request_id):
+                reply = await lender.complete(body, request_id, self.span, self.head)
         except EngineDownError as error:
             self.failed(lender, error)
             return Loan()
@@ -135,7 +142,7 @@ class TokenRequest(RoutedRequest[Reply]):
         params = reply.kv_transfer_params or {}
         lent = _count(params.get("remote_num_tokens")) if params.get("do_remote_prefill") else 0
         self.chooser.borrowed(max(0, lent - begin.cached), begin.borrowed)
-        return Loan(lender, params if lent else None, self.engine_request_id)
+        return Loan(lender, params if lent else None, request_id)
 
     @property
     def wants_prefill(self) -> bool:

@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -134,6 +135,35 @@ def test_what_will_be_fetched_by_nobody_is_handed_to_the_connector(served):
     assert [call for call in served.connector.calls if call[0] == "take_back"] == [
         ("take_back", str(params))
     ]
+
+
+def test_what_a_request_lends_is_taken_back_by_its_id(served):
+    def give_back(*ids):
+        assert served.client.post("/kvferry/take_back", json={"request_ids": ids}).is_success
+
+    def taken_back():
+        return [call for call in served.connector.calls if call[0] == "take_back"]
+
+    give_back("r")  # a request that comes later is served
+    assert served.complete("r", kv_transfer_params={"lend_steps": 100_000}).is_success
+    assert not taken_back()
+    give_back("another", "r")
+    until(taken_back)
+
+    with ThreadPoolExecutor(1) as clients:
+        later = {"ask_later": 10**9}
+        answer = clients.submit(served.complete, "late", kv_transfer_params=later)
+        until(lambda: 'live_requests{state="waiting"} 1.0' in served.client.get("/metrics").text)
+        give_back("late")
+        assert answer.result(WAIT_S).json()["error"]["code"] == "aborted"
+
+
+def test_a_request_with_an_id_in_use_takes_nothing_back(served):
+    served.complete("twin", kv_transfer_params={"lend_steps": 100_000})
+
+    assert served.complete("twin").status_code == 400
+
+    assert not [call for call in served.connector.calls if call[0] == "take_back"]
 
 
 def test_what_is_lent_by_an_answer_that_nobody_waits_for_any_more_is_taken_back(served):

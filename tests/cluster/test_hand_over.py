@@ -29,7 +29,7 @@ class PlayedEngine(Engine):
     def __init__(self, name: str, role: Role) -> None:
         super().__init__(name, f"http://{name}", role, EngineClient({}))
         self.health.status = Status(healthy=True)
-        self.fails: list[Exception] = []
+        self.fails: list[BaseException] = []
         self.taken_back: list[Mapping[str, Any]] = []
 
     def take_back(self, kv_transfer_params: Mapping[str, Any], request_id: str) -> None:
@@ -157,6 +157,16 @@ def test_another_prefill_engine_takes_the_place_of_one_that_fails(fails):
     scene.run()
     assert scene.request.asked == ["p0", "p1", "d0"]
     assert scene.request.attempt == 1
+    # The answer of an engine that got the request may have been on its way.
+    assert scene.prefill[0].taken_back == ([{}] if fails in (gone, paused) else [])
+
+
+def test_what_an_answer_lends_is_given_back_if_nobody_waits_for_the_answer_any_more():
+    scene = Scene()
+    scene.prefill[0].fails = [asyncio.CancelledError()]
+    with pytest.raises(asyncio.CancelledError):
+        scene.run()
+    assert (scene.prefill[0].taken_back, scene.lent) == ([{}], 0)
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def engine_requests(tickets):
     yield HttpRequest("/v1/completions", {**LEND, "stream": True})
     for params in tickets:
         yield HttpRequest("/v1/completions", {**ASKED, KV: params})
-        yield HttpRequest("/kvferry/take_back", {KV: params})
+        yield HttpRequest("/kvferry/take_back", {KV: params, "request_ids": ["r", "s"]})
     yield from (*COMMON, HttpRequest("/kvferry/records"))
 
 

@@ -536,13 +536,38 @@ def test_what_a_client_that_goes_away_leaves_behind_is_given_back(make):
     until(lambda: setup.prefill[0].taken_back)
 
 
-def test_what_no_decode_server_will_fetch_is_given_back(make):
+@pytest.mark.parametrize("status", [400, 401, 429, 500, 503])
+def test_what_no_decode_server_will_fetch_is_given_back(make, status):
     setup = make()
-    setup.decode[0].status = 503
+    setup.decode[0].status = status
 
-    assert setup.post().status_code == 503
+    assert setup.post().status_code == status
 
     until(lambda: setup.prefill[0].taken_back)
+    asked = setup.prefill[0].headers[0]["x-request-id"]
+    assert setup.prefill[0].taken_back[0] == {
+        "kv_transfer_params": {"ticket": "from p0"},
+        "request_ids": [asked, f"{asked}-again"],
+    }
+
+
+def test_what_is_lent_by_an_answer_that_its_client_leaves_is_given_back(make):
+    setup = make()
+    setup.prefill[0].hang = True
+
+    leave(setup.client, lambda: setup.prefill[0].bodies, prompt="a")
+
+    until(lambda: setup.prefill[0].taken_back)
+    (back,) = setup.prefill[0].taken_back
+    assert back["kv_transfer_params"] == {}
+    assert back["request_ids"][0] == setup.prefill[0].headers[0]["x-request-id"]
+
+
+def test_what_a_decode_server_has_fetched_is_not_given_back(make):
+    setup = make()
+    assert setup.post().status_code == 200
+    _until_idle(setup.client)
+    assert not setup.prefill[0].taken_back
 
 
 class PlayedClient:
