@@ -52,6 +52,7 @@ from kvferry.control.messages import (
     StatusReply,
     StatusReport,
     StatusRequest,
+    TakeBack,
     TraceReply,
     TraceRequest,
 )
@@ -305,6 +306,16 @@ class ControlClient(Closing):
             return asked
 
         return self._ask(address, Call(request, read))
+
+    def take_back(self, address: str, word: bytes) -> "Future[bool]":
+        """Gives back what a request lends, by the word that its source got with the request.
+
+        Returns:
+            A future that ends when the source has taken the loan back; whether the source knows a
+            lease with this word. It raises if the source is of a release without this message.
+        """
+        call = Call(TakeBack(id=0, word=word), lambda reply: expect(reply, Released).is_known)
+        return self._ask(address, call)
 
     def status(self, address: str) -> "Future[StatusReport]":
         """Asks an engine for its status."""

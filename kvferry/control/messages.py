@@ -12,6 +12,7 @@ request             sender                              answer
 :class:`Finishes`   target's ranks                      :class:`FinishReply`
 :class:`Release`    target's scheduler half             :class:`Released`
 :class:`Ask`        target's scheduler half             :class:`Asked`
+:class:`TakeBack`   router                              :class:`Released`
 :class:`StatusRequest`  any client                      :class:`StatusReply`
 :class:`TraceRequest`  any client                       :class:`TraceReply`
 :class:`DescriptionRequest`  any client                 :class:`DescriptionReply`
@@ -153,6 +154,16 @@ class Ask(ToSource, frozen=True, kw_only=True, tag=True):
     proof: Proof
 
 
+class TakeBack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Gives back what a request lends, because no engine will fetch it; see
+    :mod:`kvferry.control.give_backs`.
+    """
+
+    id: int
+    word: Proof
+    """The word that the router gave to the source with the request."""
+
+
 class StatusRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Asks for the engine's :class:`StatusReport`."""
 
@@ -214,9 +225,12 @@ class FinishReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The source has recorded the release."""
+    """The source has recorded the release, or what it takes back."""
 
     id: int
+    is_known: bool = True
+    """Whether the source knows a lease with the word of a :class:`TakeBack`. Without such a lease,
+    the loan may be of another engine of the same server."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -403,7 +417,15 @@ class DescriptionReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Request: TypeAlias = (
-    Handshake | Renew | Finishes | Release | Ask | StatusRequest | TraceRequest | DescriptionRequest
+    Handshake
+    | Renew
+    | Finishes
+    | Release
+    | Ask
+    | TakeBack
+    | StatusRequest
+    | TraceRequest
+    | DescriptionRequest
 )
 Reply: TypeAlias = (
     HandshakeReply

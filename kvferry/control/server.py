@@ -22,6 +22,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from kvferry import __version__
 from kvferry.control import messages
 from kvferry.control.asks import AskTable
+from kvferry.control.give_backs import GiveBacks
 from kvferry.control.handshake import compare, validate
 from kvferry.control.leases import LeaseTable, Target, check_rank
 from kvferry.control.messages import (
@@ -48,6 +49,7 @@ from kvferry.control.messages import (
     Request,
     RequestTrace,
     StatusReply,
+    TakeBack,
     ToSource,
     TraceReply,
     TraceRequest,
@@ -145,6 +147,8 @@ class ControlService:
         """Engines whose handshake with this engine succeeded."""
         self.asks = AskTable(key, clock)
         """Transfers for which targets have asked."""
+        self.give_backs = GiveBacks(leases)
+        """Words with which a router gives loans back."""
         self._cluster_key = key
         self._key = LeaseKey()
         self._description: EngineDescription | None = None  # while the engine is starting
@@ -317,6 +321,9 @@ class ControlService:
                 return Released(id=request.id)
             case Ask():
                 return self._answer_ask(request, connection)
+            case TakeBack():
+                is_known = self.give_backs.take_back(request.word)
+                return Released(id=request.id, is_known=is_known)
             case DescriptionRequest():
                 return DescriptionReply(
                     id=request.id, role=self.role, description=without_endpoints(self._described())

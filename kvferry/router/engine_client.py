@@ -29,6 +29,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from kvferry.control.client import ControlClient
+from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.router.headers import Head, end_to_end
 from kvferry.serving.messages import without_credentials
 from kvferry.zeromq import KEEPALIVE
@@ -162,11 +164,13 @@ class Response:
 class EngineClient:
     """The router's client for all engines."""
 
-    def __init__(self, headers: Mapping[str, str]) -> None:
+    def __init__(self, headers: Mapping[str, str], curve: CurveKeys | None = None) -> None:
         """Connects with the first request. ``headers`` go with every request, but ``authorization``
-        is left out if the URL has its own credentials.
+        is left out if the URL has its own credentials. ``curve`` are the keys of the engines'
+        control channels; ``None`` for channels without keys.
         """
         self._headers = headers
+        self._curve = curve
 
     # A session belongs to the event loop in which it is made.
 
@@ -179,6 +183,12 @@ class EngineClient:
     def new(self) -> aiohttp.ClientSession:
         """The session that opens a connection for each request."""
         return self._session(force_close=True)
+
+    @cached_property
+    def control(self) -> ControlClient:
+        """The client for the engines' control channels."""
+        options = ControlOptions(request_timeout_s=CONNECT_TIMEOUT_S, curve=self._curve)
+        return ControlClient(engine_id="router", incarnation="router", options=options)
 
     async def ask(self, method: str, url: str) -> HttpAnswer:
         """Sends a question of the router itself and returns the whole answer.
@@ -261,6 +271,8 @@ class EngineClient:
         for name in ("kept", "new"):
             if name in self.__dict__:
                 await self.__dict__[name].close()
+        if "control" in self.__dict__:
+            await asyncio.to_thread(self.control.close)
 
     async def _send(
         self,

@@ -6,14 +6,18 @@ No code here depends on the reference engine: the fields on the wire are the fie
 
 import asyncio
 import contextlib
+import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 
+from kvferry.control.give_backs import WORD, WORD_BYTES
+from kvferry.errors import KVFerryError
 from kvferry.observe.spans import RequestSpan
 from kvferry.router import engine_client
 from kvferry.router.engine_client import (
@@ -48,6 +52,8 @@ NEW_CONNECTIONS_S = 60.0
 requests that must not arrive twice use new connections."""
 _OF_ERROR = [(b"content-type", b"application/json")]
 """Headers of the answer made of an error that was the first event of a stream."""
+_KEY = secrets.token_bytes(32)
+"""Key of this process for the words with which it gives loans back."""
 _REST_S = 2.0
 """Seconds after which the rest of an answer that no caller reads any more is dropped."""
 
@@ -225,15 +231,27 @@ class Engine:
                 response.close()
                 raise
 
-    def take_back(self, kv_transfer_params: Mapping[str, Any], request_id: str) -> None:
+    def take_back(
+        self,
+        kv_transfer_params: Mapping[str, Any],
+        request_id: str,
+        otherwise: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
         """Gives KV back to the engine, because no request will read it. Does not wait; never
         raises.
 
         Args:
             kv_transfer_params: the parameters that lend the KV; empty if they were not read.
             request_id: id of the request for which the engine lends KV, or would lend it.
+            otherwise: what is done if the engine has not taken the KV back.
         """
-        self._go_on_with(self._take_back(kv_transfer_params, request_id))
+
+        async def take_back() -> None:
+            is_back = await self._take_back(kv_transfer_params, request_id)
+            if not is_back and otherwise is not None:
+                await otherwise()
+
+        self._go_on_with(take_back())
 
     def let_end(self, work: asyncio.Task[Any]) -> None:
         """Cancels a task for which no caller waits, unless the task ends by itself in a moment:
@@ -247,15 +265,23 @@ class Engine:
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
 
-    async def _take_back(self, kv_transfer_params: Mapping[str, Any], request_id: str) -> None:
+    async def _take_back(self, kv_transfer_params: Mapping[str, Any], request_id: str) -> bool:
+        """Returns whether the engine has taken the KV back."""
+        if self.needs_room:
+            return True  # an SGLang server frees KV together with the request that was given up
         ids = [request_id, request_id + engine_client.AGAIN]
         body = {"kv_transfer_params": kv_transfer_params, "request_ids": ids}
-        # A dead engine has no leases left; foreign servers let leases expire.
-        with contextlib.suppress(ClientError, TimeoutError):
+        with contextlib.suppress(ClientError, KVFerryError, TimeoutError):
             async with asyncio.timeout(engine_client.CONNECT_TIMEOUT_S):
+                if self.told.hears_words:
+                    taking = self.client.control.take_back(self.told.control, _word(request_id))
+                    # Only an engine without the loan that a ticket names leaves it to others.
+                    return await asyncio.wrap_future(taking) or "ticket" not in kv_transfer_params
                 url = f"{self.url}/kvferry/take_back"
                 response = await self.client.send(url, body, f"{request_id}-back", once=False)
                 response.close()
+                return response.status == 200
+        return False
 
     async def aclose(self) -> None:
         """Ends all background tasks and health checks. A connection made after the client's end
@@ -279,6 +305,8 @@ class Engine:
         # KV to load serves one request: an engine refuses the second arrival of the request.
         fields: Mapping[str, Any] = {} if isinstance(body, bytes) else body
         params = fields.get("kv_transfer_params") or {}
+        if params.get("do_remote_decode") and self.told.hears_words:
+            body = {**fields, "kv_transfer_params": {**params, WORD: _word(request_id).hex()}}
         # A transfer or a room stands for one computation: if one of two computations ended, the
         # other would lose the transfer.
         once = once or bool(
@@ -390,6 +418,11 @@ class Engine:
     def _attribute(self, message: str) -> str:
         """Adds the engine's name to the message of an engine's fault."""
         return f"{self.health.title}: {message}"
+
+
+def _word(request_id: str) -> bytes:
+    """The word with which this router gives back what a request lends."""
+    return blake2b(request_id.encode(), key=_KEY, digest_size=WORD_BYTES).digest()
 
 
 async def _let_end(work: asyncio.Task[Any]) -> None:

@@ -17,17 +17,20 @@ ids (:mod:`kvferry.router.token_request`), and bodies in the client's own words
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from functools import partial
+from itertools import islice
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from kvferry import errors
 from kvferry.config import AtOnce
 from kvferry.errors import LeaseError, TicketError, TransferError
 from kvferry.observe.spans import RequestSpan
+from kvferry.router import engine_client
 from kvferry.router.choice import Route
-from kvferry.router.engine_client import NO_HEAD
+from kvferry.router.engine_client import NO_HEAD, ClientError
 from kvferry.router.engines import Engine
 from kvferry.router.headers import Head
 from kvferry.router.members import EnginePool, NoEngineError
@@ -42,6 +45,16 @@ from kvferry.serving.openai import ApiError
 
 Told = TypeVar("Told")
 """Answer of a decode engine, or one piece of a streamed answer."""
+
+GiveBack: TypeAlias = Callable[[Mapping[str, Any], str], Coroutine[Any, Any, None]]
+"""Gives back the KV with these transfer parameters, lent for the request with this id."""
+
+_TICKETS = frozenset({"ticket", "transfer"})
+"""Transfer parameters with which kvferry lends: an end of the lease never harms a reader."""
+_MOST_ASKED = 3
+"""Maximum number of decode servers asked to give a loan back."""
+_NO_MODEL = "kvferry-no-such-model"
+"""Name of a model that no server has."""
 
 LEAST_AT_ONCE = 512
 """Smallest number of prompt tokens for which both engines get a request at the same time, unless
@@ -72,6 +85,7 @@ class Loan:
         request_id: str = "",
         *,
         computed_at: float | None = None,
+        otherwise: GiveBack | None = None,
     ) -> None:
         """Counts the KV as lent.
 
@@ -81,7 +95,9 @@ class Loan:
             request_id: the id of the lender's request.
             computed_at: time of the prefill engine's answer, in seconds on the monotonic clock;
                 ``None`` if no prefill engine has computed the prompt.
+            otherwise: gives the KV back if the lender itself does not take it back.
         """
+        self.otherwise = otherwise
         self.params: dict[str, Any] | None = dict(params) if params else None
         self._request_id = request_id
         self._computed_at = computed_at
@@ -115,7 +131,9 @@ class Loan:
     def give_back(self) -> None:
         """Gives the KV back to its lender, unless an engine has fetched the KV. Idempotent."""
         if self._lender is not None:
-            self._lender.take_back(self.params or {}, self._request_id)
+            params, otherwise = self.params or {}, self.otherwise
+            other = None if otherwise is None else partial(otherwise, params, self._request_id)
+            self._lender.take_back(params, self._request_id, other)
         self.fetched()
 
     def __enter__(self) -> Self:
@@ -354,7 +372,7 @@ class RoutedRequest(ABC, Generic[Told]):
             return True
         if lent.params is None or not (isinstance(error, EngineDownError) and error.reached):
             return False
-        passes_on = not {"ticket", "transfer"}.isdisjoint(lent.params)
+        passes_on = not _TICKETS.isdisjoint(lent.params)
         return isinstance(error, EngineRefusedError) or not passes_on
 
     async def begin_again(self, decode: EnginePool) -> None:
@@ -382,6 +400,8 @@ class HandOver:
     """See :class:`~kvferry.config.RouterConfig`."""
     key: bytes | None = field(default=None, kw_only=True)
     """Cluster key of the engines; ``None`` for engines without a key."""
+    lapsed: Callable[[], object] = field(default=lambda: None, kw_only=True)
+    """Called for each loan that no engine fetched and no engine took back."""
 
     async def run(self, request: RoutedRequest[Told]) -> AsyncGenerator[Told, None]:
         """Runs the whole sequence, again and again as long as a new attempt may help.
@@ -398,7 +418,9 @@ class HandOver:
         """
         while not request.is_over:
             try:
-                with await request.choose() as loan:
+                chosen = await request.choose()
+                chosen.otherwise = self.turn_away
+                with chosen as loan:
                     pair = await self.pair(request)
                     way = self.both(request, *pair, loan) if pair else self._in_turn(request, loan)
                     async with aclosing(way) as replies:
@@ -466,7 +488,8 @@ class HandOver:
         if computed is not None:
             prefill, first = computed
             params, now = first.kv_transfer_params, time.monotonic()
-            lent = Loan(prefill, params, request.engine_request_id, computed_at=now)
+            name, otherwise = request.engine_request_id, self.turn_away
+            lent = Loan(prefill, params, name, computed_at=now, otherwise=otherwise)
         with lent:
             if computed is not None:
                 for reply in request.take_first(first, prefill):
@@ -550,7 +573,8 @@ class HandOver:
         """
         request.joined = joined = request.join(prefill, decode, self.key)
         borrowed = loan if prefill is request.chosen[0] else Loan()
-        with Loan(prefill, joined.lent, request.engine_request_id) as lent:
+        name, otherwise = request.engine_request_id, self.turn_away
+        with Loan(prefill, joined.lent, name, otherwise=otherwise) as lent:
             request.computing = computing = asyncio.create_task(
                 request.compute(prefill, borrowed.params)
             )
@@ -590,6 +614,23 @@ class HandOver:
                     beginning.cancel()
                     await asyncio.gather(computing, beginning, return_exceptions=True)
                 await replies.aclose()
+
+    async def turn_away(self, params: Mapping[str, Any], request_id: str) -> None:
+        """Gives KV back by way of a decode server: a vLLM server that does not know the model of a
+        request has its connector release what the request was to load. Nothing is moved.
+        """
+        body = {"model": _NO_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
+        fit = [] if _TICKETS.isdisjoint(params) else self.decode.fit()
+        servers = (each for each in fit if not (each.told.is_ours or each.needs_room))
+        for engine in islice(servers, _MOST_ASKED):
+            with suppress(ClientError, TimeoutError):
+                async with asyncio.timeout(engine_client.CONNECT_TIMEOUT_S):
+                    url, name = f"{engine.url}/v1/completions", f"{request_id}-back"
+                    response = await engine.client.send(url, body, name, once=False)
+                    response.close()
+                    if response.status == 404:
+                        return
+        self.lapsed()
 
 
 async def _next(replies: AsyncGenerator[Told, None]) -> Told | None:

@@ -110,6 +110,13 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
         return f"sglang {self.sglang.version}" if self.sglang is not None else self.owner
 
     @property
+    def hears_words(self) -> bool:
+        """Whether the engine is a foreign server with kvferry and with a known control channel: it
+        takes KV back by a word (:mod:`kvferry.control.give_backs`).
+        """
+        return bool(self.control) and not self.is_ours
+
+    @property
     def lends(self) -> bool:
         """Whether the engine can lend the cached part of a prompt."""
         return self.kv_role in ("kv_producer", "kv_both")

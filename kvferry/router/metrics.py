@@ -80,6 +80,10 @@ class RouterMetrics:
             "kvferry_router_borrowed_tokens",
             "Prompt tokens that engines lent of their caches to whoever computed the rest",
         )
+        self.loans_lapsed = counter(
+            "kvferry_router_loans_lapsed",
+            "Loans that no engine fetched and no engine took back: they end with their leases",
+        )
         if workers is not None:
             self.registry = CollectorRegistry()
             MultiProcessCollector(self.registry, str(workers))  # type: ignore[no-untyped-call]

@@ -83,7 +83,7 @@ class Router:
         self._leader = leader
         self.bodies = web.BodyReader(settings.max_request_bytes)
         """Reader of the clients' request bodies."""
-        self.client = EngineClient(web.bearer(settings.api_key))
+        self.client = EngineClient(web.bearer(settings.api_key), settings.curve)
         """HTTP client for requests to the engines."""
         shared = workers or leader
         table = shared.table if shared is not None else None
@@ -100,7 +100,11 @@ class Router:
         folder = workers.folder if workers is not None else None
         self._metrics = RouterMetrics(members, members.index, folder)
         hand_over = HandOver(
-            members.prefill, members.decode, at_once=settings.at_once, key=settings.cluster_key
+            members.prefill,
+            members.decode,
+            at_once=settings.at_once,
+            key=settings.cluster_key,
+            lapsed=self._metrics.loans_lapsed.inc,
         )
         self._completions = None
         if codec is not None:

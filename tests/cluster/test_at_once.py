@@ -327,7 +327,7 @@ class PlayedEngine(Engine):
         yield await self.complete(body)
         await asyncio.Event().wait()
 
-    def take_back(self, kv_transfer_params, request_id):
+    def take_back(self, kv_transfer_params, request_id, otherwise=None):
         self.taken_back.append(kv_transfer_params)
 
 

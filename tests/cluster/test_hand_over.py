@@ -32,7 +32,9 @@ class PlayedEngine(Engine):
         self.fails: list[BaseException] = []
         self.taken_back: list[Mapping[str, Any]] = []
 
-    def take_back(self, kv_transfer_params: Mapping[str, Any], request_id: str) -> None:
+    def take_back(
+        self, kv_transfer_params: Mapping[str, Any], request_id: str, otherwise: Any = None
+    ) -> None:
         self.taken_back.append(kv_transfer_params)
 
 

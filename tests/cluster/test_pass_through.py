@@ -17,6 +17,8 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvferry.control.leases import LeaseTable
+from kvferry.control.server import ControlServer
 from kvferry.control.tickets import read_transfer
 from kvferry.observe.spans import RequestSpan
 from kvferry.router.engine_client import EngineClient, HttpAnswer
@@ -71,7 +73,8 @@ class Server:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-    taken_back: list[dict[str, Any]] = field(default_factory=list)
+    taken_back: list[Any] = field(default_factory=list)
+    """Bodies, or words at its control channel."""
     aborted: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
@@ -700,10 +703,22 @@ CONTROL = "127.0.0.1:14579"
 
 
 @pytest.fixture
-def at_once(make):
+def channel():
+    """A control channel, as vLLM servers with kvferry have."""
+    leases = LeaseTable(max_blocks=1)
+    with ControlServer(engine_id="p", incarnation="p1", role="kv_both", leases=leases) as server:
+        yield server
+
+
+@pytest.fixture
+def at_once(make, channel):
     def build(prefill=1, decode=1, **settings) -> Setup:
-        settings = {"at_once": "always", "cluster_key": KEY, "control": CONTROL} | settings
-        return make(prefill, decode, **settings)
+        control = f"127.0.0.1:{channel.port}"
+        settings = {"at_once": "always", "cluster_key": KEY, "control": control} | settings
+        setup = make(prefill, decode, **settings)
+        for server in setup.prefill:
+            channel.give_backs.take_back = lambda word, to=server.taken_back: not to.append(word)
+        return setup
 
     return build
 
@@ -721,7 +736,7 @@ def is_in_turn(setup: Setup) -> bool:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_both_servers_get_a_body_with_one_signed_transfer(at_once, clients, stream):
+def test_both_servers_get_a_body_with_one_signed_transfer(at_once, clients, channel, stream):
     setup = at_once()
     (prefill,), (decode,) = setup.prefill, setup.decode
     prefill.hang = decode.hang = True
@@ -737,7 +752,7 @@ def test_both_servers_get_a_body_with_one_signed_transfer(at_once, clients, stre
     lent, loaded = asked["kv_transfer_params"], drawn.pop("kv_transfer_params")
     assert lent["do_remote_decode"]
     assert loaded == {"do_remote_prefill": True, "transfer": lent["transfer"]}
-    assert read_transfer(lent["transfer"], KEY).address == CONTROL
+    assert read_transfer(lent["transfer"], KEY).address == f"127.0.0.1:{channel.port}"
     message = {"role": "user", "content": "?"}
     assert drawn == {"messages": [message], "stream": stream, "logprobs": True}
     _until_idle(setup.client)

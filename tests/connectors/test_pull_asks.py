@@ -11,6 +11,7 @@ import pytest
 from kvferry.connectors.pull import asks
 from kvferry.connectors.pull.pursuit import PursuitState
 from kvferry.control.client import ControlClient
+from kvferry.control.give_backs import WORD
 from kvferry.control.messages import AskState
 from kvferry.control.proofs import veil
 from kvferry.control.tickets import TransferId, verify
@@ -129,6 +130,25 @@ def test_what_was_asked_for_and_nobody_took_is_taken_back(source, begin):
     source.scheduler.take_back(request.response_params)
     run([source], is_over(source), timeout_s=WAIT_S, what="the end of the lease")
     assert source.scheduler.lender.leases.counters()["released"] == 1
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_what_a_request_lends_is_taken_back_by_its_word(source, begin, is_asked, is_early):
+    """With a transfer, and without."""
+    word = bytes(16)
+    give_backs = source.scheduler.server.give_backs
+    params = {"do_remote_decode": True, **(lends(begin()) if is_asked else {}), WORD: word.hex()}
+    if is_early:
+        assert not give_backs.take_back(word)
+    source.add("r", TOKENS, params)
+    if not is_early:
+        run([source], lambda: "r" in source.held, timeout_s=WAIT_S, what="the lease")
+        assert not give_backs.take_back(bytes(15))
+        assert give_backs.take_back(word)
+    run([source], is_over(source), timeout_s=WAIT_S, what="the end of the lease")
+    assert source.scheduler.lender.leases.counters()["released"] == 1
+    assert len(give_backs) == 0
 
 
 # ---- the target ---------------------------------------------------------------------------------

@@ -30,10 +30,11 @@ from kvferry.control.messages import (
     Renewed,
     StatusReply,
     StatusRequest,
+    TakeBack,
 )
 from kvferry.control.tickets import Ticket, TransferId, read_transfer, sign, verify
 from kvferry.errors import DecodeError, TicketError
-from tests.control.test_members import HONEST, MEMBER, Cluster
+from tests.control.test_members import HONEST, MEMBER, WORD, Cluster
 from tests.fuzzing import nearly
 
 BATCH = 1000
@@ -70,6 +71,7 @@ def requests_of(cluster):
         ask = Ask(**header, transfer_id=transfer.transfer_id, proof=b"")
         yield msgspec.structs.replace(ask, proof=ask_proof(transfer.secret, ask))
     yield StatusRequest(id=3)
+    yield TakeBack(id=5, word=WORD)
     yield DescriptionRequest(id=4)
 
 

@@ -32,6 +32,8 @@ from kvferry.control.proofs import prove
 from kvferry.control.server import ControlService
 from kvferry.control.tickets import TransferId
 
+WORD = b"the word: router"
+"""With which the router may give back the honest engine's lease, until that engine holds it."""
 HONEST, MEMBER, SOURCE = ("d", "d1"), ("m", "m1"), "p1"
 
 
@@ -48,6 +50,7 @@ class Cluster:
         self.shake_hands(describe(*HONEST, tp=2))
         self.shake_hands(describe(*MEMBER))
         self.lease, self.own = self.grant(), self.grant()
+        self.service.give_backs.granted(WORD, self.lease)
         self.transfer = TransferId.begin("127.0.0.1:14579", None)
         self.service.expect(self.transfer)
         assert self.renew(HONEST, self.lease) == LeaseAnswer.HELD

@@ -30,6 +30,7 @@ from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.groups import Filled
 from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
 from kvferry.connectors.pull.tickets import IssuedTickets
+from kvferry.control.give_backs import word_in
 from kvferry.control.leases import EndedLease, Lease, LeaseOutcome, LeaseRefusal, LeaseTable
 from kvferry.control.messages import BlockTables
 from kvferry.control.server import ControlServer
@@ -414,7 +415,16 @@ class Lender:
             self.prefixes.lent(lease, num_tokens)
         self._note_lent(lease, tables, num_tokens)
         ticket = self.tickets.ticket(request, lease, tables, num_tokens, filled, note)
+        self._note_word(request, lease)
         return True, self.tickets.tell_lent(ticket)
+
+    def _note_word(self, request: RequestView, lease: Lease) -> None:
+        """Ends a lease from now on if the router gives it back, or has given it back already. The
+        ticket must have been made: it says whether the lease grows.
+        """
+        word = word_in(request.kv_transfer_params)
+        if word is not None:
+            self._server.give_backs.granted(word, lease.lease_id)
 
     def _tables(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> BlockTables:
         """The parts of the block tables for the first ``num_tokens`` tokens."""
@@ -471,6 +481,7 @@ class Lender:
         self.growing.granted(early, lease)
         tables = self._tables(part.block_ids, num_tokens)
         ticket = self.tickets.ticket(request, lease, tables, num_tokens, filled)
+        self._note_word(request, lease)
         self.tickets.tell_lent(ticket)
         return True
 
@@ -544,6 +555,7 @@ class Lender:
     def sweep(self) -> None:
         """Has the blocks of ended leases freed."""
         for lease in self.leases.sweep():
+            self._server.give_backs.ended(lease.lease_id)
             if self.growing.swept(lease):
                 continue
             self.prefixes.ended(lease.request_id)

@@ -22,6 +22,7 @@ from kvferry.connectors.pull.sources import Sources
 from kvferry.connectors.pull.tickets import AcceptedTickets
 from kvferry.control import messages
 from kvferry.control.client import ControlClient
+from kvferry.control.give_backs import WORD
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import Asked
 from kvferry.control.options import ControlOptions
@@ -45,6 +46,7 @@ from tests.control.simulation.shapes import (
     Shape,
     Step,
     Want,
+    word_of,
 )
 from tests.control.simulation.world import Process, SimMailbox, World
 
@@ -360,16 +362,17 @@ class Start:
         )
         if blocks is None:
             return None
-        want = Want(request_id, prompt, {"do_remote_decode": True}, len(prompt), "length")
+        params = {"do_remote_decode": True, WORD: word_of(request_id).hex()}
+        want = Want(request_id, prompt, params, len(prompt), "length")
         want.blocks = blocks
-        keeps, params = self.scheduler.request_finished(want, (blocks,))
-        if not keeps or params is None:
+        keeps, lent = self.scheduler.request_finished(want, (blocks,))
+        if not keeps or lent is None:
             self.pool.free(blocks)
             return None
-        ticket = verify(params["ticket"], KEY.encode())
+        ticket = verify(lent["ticket"], KEY.encode())
         self.wants[request_id] = want
         self._note_lent(want, ticket)
-        return params
+        return lent
 
     def _note_lent(self, want: Want, ticket: Ticket) -> None:
         """A prompt is computed and lent."""
@@ -414,6 +417,12 @@ class Start:
         for lease_id in lease_ids:
             self.oracle.leases[lease_id].kept.is_taken_back = True
         self.scheduler.take_back(params)
+
+    def give_back(self, request_id: str) -> None:
+        """The router will not have fetched what a request lends, whether it has come or not."""
+        self.world.note(f"{self.incarnation} is given {request_id} back")
+        self.oracle.given_back_by_word(f"{self.incarnation}/{request_id}")
+        self.server.handle(messages.encode(messages.TakeBack(id=1, word=word_of(request_id))))
 
     # ---- as a source that computes in chunks --------------------------------------------------
 

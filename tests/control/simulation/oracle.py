@@ -126,6 +126,8 @@ class Oracle:
         """Transfer → its leases."""
         self.refused: set[str] = set()
         """Transfers of which nothing is lent because there is no room."""
+        self.given_back: set[str] = set()
+        """Names of leases that the router gives back by the word of their requests."""
         self.forged: set[bytes] = set()
         """Messages of strangers who cannot make their proofs."""
         self.must_load = False
@@ -160,10 +162,18 @@ class Oracle:
 
     # ---- the source ---------------------------------------------------------------------------
 
+    def given_back_by_word(self, name: str) -> None:
+        """The router gives back what a request lends, now and later."""
+        self.given_back.add(name)
+        for lent in self.leases.values():
+            if lent.name == name:
+                lent.kept.is_taken_back = True
+
     def lent(self, ticket: Ticket) -> None:
         """A source has granted a lease."""
         name = f"{ticket.incarnation}/{ticket.request_id}"
-        self.leases[ticket.lease_id] = Lent(name, ticket, Kept())
+        kept = Kept(is_taken_back=name in self.given_back)
+        self.leases[ticket.lease_id] = Lent(name, ticket, kept)
         shared = " to anybody" if ticket.shared else ""
         self.world.note(f"{ticket.engine_id} lends {name}{shared}")
 

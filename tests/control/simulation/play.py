@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from kvferry.control import messages
+from kvferry.control.give_backs import WORD
 from kvferry.control.messages import (
     Ask,
     Finish,
@@ -30,7 +31,7 @@ from kvferry.control.tickets import TransferId, verify
 from tests.control.simulation.engines import Cluster, Start
 from tests.control.simulation.network import SILENCE_S, Internet, NetworkFaults
 from tests.control.simulation.oracle import DROPPED, PROBE, Oracle
-from tests.control.simulation.shapes import KEY, Build, Shape, Want
+from tests.control.simulation.shapes import KEY, Build, Shape, Want, word_of
 from tests.control.simulation.world import Defects, World
 
 SHAPES = (
@@ -439,8 +440,10 @@ def prefilled(run: Run, source: Start, request_id: str, prompt: tuple[int, ...])
     params = source.prefill(request_id, prompt)
     if params is None:
         return
+    by_word = partial(source.give_back, request_id)
     if world.chance(0.05):
-        source.process.run(world.between(0.1, 40.0), partial(source.take_back, params))
+        back = by_word if world.chance(0.5) else partial(source.take_back, params)
+        source.process.run(world.between(0.1, 40.0), back)
         return
     if world.chance(0.05):
         return
@@ -448,6 +451,8 @@ def prefilled(run: Run, source: Start, request_id: str, prompt: tuple[int, ...])
     seconds = world.between(1.0, 45.0) if is_late else 0.005
     want = Want(request_id, (*prompt, 0), params)
     world.after(seconds, partial(carry, run, want, world.dice.choice(TARGETS)))
+    if world.chance(0.1) and not run.cluster.oracle.must_load:
+        source.process.run(seconds + world.between(0.001, 2.0), by_word)  # its client has left
     if verify(params["ticket"], KEY.encode()).shared:
         for number in range(world.dice.randint(1, 3)):
             more = Want(f"{request_id}-more-{number}", (*prompt, 0), params)
@@ -484,7 +489,8 @@ def both(run: Run, shape: Shape, request_id: str, prompt: tuple[int, ...]) -> No
 def at_once(shape: Shape, request_id: str, prompt: tuple[int, ...]) -> tuple[Want, Want]:
     """What a router sends to a source, and to a target."""
     transfer = TransferId.begin(f"{shape.advertised}:14579", KEY.encode()).text
-    lends = {"do_remote_decode": True, "transfer": transfer}
+    word = word_of(request_id).hex()
+    lends = {"do_remote_decode": True, "transfer": transfer, WORD: word}
     loads = {"do_remote_prefill": True, "transfer": transfer}
     return Want(request_id, prompt, lends), Want(request_id, (*prompt, 0), loads)
 
@@ -500,8 +506,11 @@ def take_back(run: Run, want: Want, shape: Shape) -> None:
     """The router will not have it fetched."""
     source, params = run.engines[shape.name], want.kv_transfer_params
     assert params is not None
+    back = partial(source.take_back, params)
+    if run.world.chance(0.5):
+        back = partial(source.give_back, want.request_id)
     if not source.is_dead:
-        source.process.run(0.0, partial(source.take_back, params))
+        source.process.run(0.0, back)
 
 
 def carry(run: Run, want: Want, shape: Shape) -> None:

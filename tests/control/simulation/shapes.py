@@ -1,6 +1,7 @@
 """What the engines of a simulated cluster are made of: classes, shapes, blocks, requests."""
 
 import functools
+import hashlib
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from kvferry.connectors.pull.pursuits import Pursuits
 from kvferry.connectors.pull.renewals import Renewals
 from kvferry.connectors.pull.scheduler import PullScheduler
 from kvferry.control.client import ControlClient
+from kvferry.control.give_backs import WORD_BYTES
 from kvferry.control.leases import LeaseTable
 from kvferry.control.server import ControlService
 from kvferry.topology import EngineGeometry, ParallelShape
@@ -135,6 +137,11 @@ class Pool:
     def forget(self, content: str) -> None:
         """The process has died: what is left in memory is of no use."""
         self.content[:] = [content] * NUM_BLOCKS
+
+
+def word_of(request_id: str) -> bytes:
+    """The word with which the router gives back what a request lends."""
+    return hashlib.sha256(request_id.encode()).digest()[:WORD_BYTES]
 
 
 @dataclass(eq=False)
