@@ -112,7 +112,18 @@ def route(
     ] = 8000,
     api_key: ApiKey = None,
     operator_key: OperatorKey = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a whole answer.")] = 600.0,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            help="Seconds until the first event with content of a stream, or until the end of any "
+            "other answer.",
+        ),
+    ] = 600.0,
+    idle_timeout: Annotated[
+        float,
+        typer.Option(min=0.1, help="Seconds between two events of a stream that has begun."),
+    ] = 300.0,
     outstanding_timeout: Annotated[
         float,
         typer.Option(
@@ -221,6 +232,7 @@ def route(
         api_key=api_key,
         operator_key=operator_key,
         request_timeout_s=timeout,
+        idle_timeout_s=idle_timeout,
         outstanding_timeout_s=outstanding_timeout,
         decode_only=decode_only.value,
         route_by=route_by.value,

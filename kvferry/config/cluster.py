@@ -303,7 +303,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     """TCP port of the OpenAI-compatible server; 0 takes a free port."""
     request_timeout_s: float = 600.0
-    """Seconds after which the router gives a request up."""
+    """Seconds until the first event with content of a stream, or until the end of any other
+    answer."""
+    idle_timeout_s: float = 300.0
+    """Seconds between two events of a stream that has begun."""
     outstanding_timeout_s: float = 120.0
     """Seconds for which an engine with live connections may be unhealthy. After this time, requests
     for which the engine has sent nothing move to another engine, if there is another."""
@@ -334,7 +337,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_port("port", self.port)
-        for field in ("request_timeout_s", "outstanding_timeout_s"):
+        for field in ("request_timeout_s", "idle_timeout_s", "outstanding_timeout_s"):
             if not getattr(self, field) > 0:
                 raise ValueError(
                     f"{field}: {getattr(self, field)} is not a number of seconds above 0"

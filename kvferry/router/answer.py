@@ -7,7 +7,7 @@ an incomplete character, and text that may still become a stop string.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,7 +198,7 @@ class Answer:
         *,
         hand_over: HandOver,
         codec: TextCodec,
-        timeout_s: float,
+        patience: Callable[[], web.Patience],
     ) -> None:
         """Makes the answer. ``requests`` has a request for each choice: all choices of the first
         prompt, then all choices of the next prompt.
@@ -212,7 +212,7 @@ class Answer:
         self._generation = generation
         self._hand_over = hand_over
         self._codec = codec
-        self._timeout_s = timeout_s
+        self._patience = patience
 
     @property
     def num_choices(self) -> int:
@@ -284,11 +284,13 @@ class Answer:
         text = self._codec.stream(
             self._generation.stop, None if self._generation.are_ours else request.prompt
         )
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        patience = self._patience()
         is_first = True
         async with aclosing(self._hand_over.run(request)) as replies:
-            async with web.deadline(deadline, self._timeout_s):
+            async with patience.waiting() as timeout:
                 async for reply in replies:
+                    if self._generation.stream and (patience.has_begun or reply.token_ids):
+                        timeout.reschedule(patience.heard())
                     if is_first and request.route is not None:
                         self.routes.append(request.route.header)
                     is_first = False

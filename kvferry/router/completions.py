@@ -54,6 +54,8 @@ class Completions:
     hand_over: HandOver
     chooser: Chooser
     metrics: RouterMetrics
+    patience: Callable[[], web.Patience]
+    """Makes the time limits of an answer."""
 
     # ---- text to tokens ---------------------------------------------------------------------
 
@@ -180,7 +182,7 @@ class Completions:
             generation,
             hand_over=self.hand_over,
             codec=self.codec,
-            timeout_s=self.settings.request_timeout_s,
+            patience=self.patience,
         )
         model = self.settings.model_name or generation.model or self.members.model or ""
         shape = Shape(generation, span.request_id, model)

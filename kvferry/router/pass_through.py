@@ -27,7 +27,7 @@ Requests of token ids: :mod:`kvferry.router.token_request`.
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -48,7 +48,14 @@ from kvferry.router.hand_over import (
 )
 from kvferry.router.headers import Head
 from kvferry.router.members import EnginePool
-from kvferry.router.replies import EVENT_END, Computed, EngineFailedError, Forwarded, Reply
+from kvferry.router.replies import (
+    EVENT_END,
+    Computed,
+    EngineFailedError,
+    Forwarded,
+    Reply,
+    has_content,
+)
 from kvferry.router.rooms import (
     REMOTE_DECODE,
     Joined,
@@ -94,8 +101,8 @@ class BodyRequest(RoutedRequest[Forwarded]):
 
     path: str
     body: Mapping[str, Any]
-    deadline: float
-    """Time at which the router gives the request up, in seconds on the event loop's clock."""
+    patience: web.Patience
+    """The time limits of the answer."""
     own: bytes | None = None
     """Unchanged bytes of the body, if no prefill engine is used for this request."""
     method: str = "POST"
@@ -298,8 +305,8 @@ class PassThrough:
     """Relays the answers to clients' own bodies."""
 
     hand_over: HandOver
-    timeout_s: float
-    """Maximum number of seconds for a whole answer."""
+    patience: Callable[[], web.Patience]
+    """Makes the time limits of an answer."""
 
     async def answer(
         self,
@@ -331,7 +338,7 @@ class PassThrough:
             own=body if isinstance(body, bytes) else None,
             several="" if isinstance(body, bytes) else _several(body),
             method=request.scope.get("method", "POST"),
-            deadline=asyncio.get_running_loop().time() + self.timeout_s,
+            patience=self.patience(),
             span=span,
             head=head,
         )
@@ -349,13 +356,13 @@ class PassThrough:
             raise
 
     async def _answer(self, request: BodyRequest) -> Response:
-        async with web.deadline(request.deadline, self.timeout_s):
+        async with request.patience.waiting():
             async with aclosing(self.hand_over.run(request)) as answers:
                 forwarded = await anext(answers)
             if not forwarded.is_stream:
                 content = await request.counted(await forwarded.read())
         if forwarded.is_stream:
-            chunks = _chunks(forwarded, request, self.timeout_s)
+            chunks = _chunks(forwarded, request)
             stream = web.EventStream(chunks, on_end=lambda: _end(forwarded, request))
             stream.status_code = forwarded.status
             return _relayed(stream, forwarded.headers, request)
@@ -385,8 +392,7 @@ class PassThrough:
             told = {"name": engine.name, "role": engine.role, "status": status}
             return {**told, "body": _decoded(content)}
 
-        loop = asyncio.get_running_loop()
-        async with web.deadline(loop.time() + self.timeout_s, self.timeout_s):
+        async with self.patience().waiting():
             servers = await asyncio.gather(*map(ask, engines.values()))
         return web.json_response({"servers": servers}, max(each["status"] for each in servers))
 
@@ -426,22 +432,25 @@ def _length(prompts: object) -> int:
     return len(prompts)
 
 
-async def _chunks(
-    forwarded: Forwarded, request: BodyRequest, timeout_s: float
-) -> AsyncGenerator[bytes, None]:
+async def _chunks(forwarded: Forwarded, request: BodyRequest) -> AsyncGenerator[bytes, None]:
     """Yields the engine's bytes as they come; only whole events if an event may have cache
     numbers.
     """
-    begun = b""
+    begun = frame = b""
+    patience = request.patience
     async with aclosing(forwarded.chunks()) as chunks:
         while True:
-            async with web.deadline(request.deadline, timeout_s):
+            async with patience.waiting():
                 chunk = await anext(chunks, None)
-            if chunk is None:
-                break
-            if request.is_counted_elsewhere:
-                events, end, begun = (begun + chunk).rpartition(EVENT_END)
-                chunk = await request.counted(events + end)
+                if chunk is None:
+                    break
+                if not patience.has_begun:
+                    frame += chunk
+                if patience.has_begun or has_content(frame):
+                    patience.heard()
+                if request.is_counted_elsewhere:
+                    events, end, begun = (begun + chunk).rpartition(EVENT_END)
+                    chunk = await request.counted(events + end)
             yield chunk
     if begun:
         yield begun

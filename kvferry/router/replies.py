@@ -239,6 +239,37 @@ async def beginning(response: Response, events: int) -> tuple[bytes, bytes | Non
     return first, errors[0] if errors else None
 
 
+class _Event(msgspec.Struct):
+    type: str = ""
+    choices: list[dict[str, Any]] | None = None
+
+
+def has_content(events: bytes) -> bool:
+    """Whether the events of a stream so far have a part of the answer: a text, a token, a call of a
+    tool, the end. A speaker's role, the frame of an answer and signs of life are no part.
+    """
+    *whole, _ = _EVENT_ENDS.split(events)
+    told = (event.partition(b"data:")[2] for event in whole)
+    return len(events) >= _MOST_BEGINNING or any(_has_content(each) for each in told if each)
+
+
+def _has_content(payload: bytes) -> bool:
+    try:
+        event = msgspec.json.decode(payload, type=_Event)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return True  # the end of the stream, or no API of ours
+    if event.type:  # of Anthropic's and Cohere's APIs, and of OpenAI's responses
+        return event.type.endswith(("delta", "done"))
+    if event.choices is None:
+        return True
+    names = ("text", "token_ids", "finish_reason")
+    return any(
+        any(choice.get(name) for name in names)
+        or any(said for name, said in (choice.get("delta") or {}).items() if name != "role")
+        for choice in event.choices
+    )
+
+
 def status_of(error: Refusal) -> int:
     """The HTTP status of an error in a stream: 500 if the error names no status."""
     return error.code if isinstance(error.code, int) and 400 <= error.code < 600 else 500

@@ -15,6 +15,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,7 @@ class Router:
             key=settings.cluster_key,
             lapsed=self._metrics.loans_lapsed.inc,
         )
+        patience = partial(web.Patience, settings.request_timeout_s, settings.idle_timeout_s)
         self._completions = None
         if codec is not None:
             assumes = settings.assume_cached and settings.route_by == "cost"
@@ -113,9 +115,9 @@ class Router:
                 members, self._metrics, settings.direct_tokens, settings.explain, assumes
             )
             self._completions = Completions(
-                settings, codec, members, hand_over, chooser, self._metrics
+                settings, codec, members, hand_over, chooser, self._metrics, patience
             )
-        self._pass_through = PassThrough(hand_over, settings.request_timeout_s)
+        self._pass_through = PassThrough(hand_over, patience)
         self._relays = Relays(self._pass_through, self.bodies, self._keys, self._metrics)
         elsewhere = workers.requests if workers is not None else None
         self._watch = ClusterWatch(members, self.client, settings.curve, spans, elsewhere)

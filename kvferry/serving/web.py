@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -215,23 +216,49 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-@asynccontextmanager
-async def deadline(when: float, timeout_s: float) -> AsyncGenerator[None, None]:
-    """Ends its body at a time of the event loop's clock.
-
-    Args:
-        when: time on the clock of the event loop, in seconds.
-        timeout_s: the whole time limit in seconds, for the error message.
-
-    Raises:
-        ApiError: 504, the body was not complete at ``when``.
+@dataclass(slots=True)
+class Patience:
+    """The time limits of one answer: of the whole, or of a stream until its first content; then of
+    each silence between two events of the stream.
     """
-    try:
-        async with asyncio.timeout_at(when):
-            yield
-    except TimeoutError:
-        message = f"no complete answer within {timeout_s:g} s"
-        raise ApiError(504, message, code="timeout") from None
+
+    begin_s: float
+    """Seconds until the first event with content, or until the end of another answer."""
+    idle_s: float
+    """Seconds between two events of a stream with content."""
+    when: float = 0.0
+    """Time at which the current wait ends, on the clock of the event loop."""
+    has_begun: bool = False
+    """Whether a stream has had an event with content."""
+
+    def __post_init__(self) -> None:
+        self.when = asyncio.get_running_loop().time() + self.begin_s
+
+    def heard(self) -> float:
+        """Notes an event of a stream with content; returns the end of the wait for the next one."""
+        self.has_begun = True
+        self.when = asyncio.get_running_loop().time() + self.idle_s
+        return self.when
+
+    @asynccontextmanager
+    async def waiting(self) -> AsyncGenerator[asyncio.Timeout, None]:
+        """Ends its body when the current wait is over.
+
+        Raises:
+            ApiError: 504, the body was not complete in time.
+        """
+        try:
+            async with asyncio.timeout_at(self.when) as timeout:
+                yield timeout
+        except TimeoutError:
+            message = (
+                f"no event for {self.idle_s:g} s: --idle-timeout (idle_timeout_s) limits the "
+                "silence between two events of a stream"
+                if self.has_begun
+                else f"no answer within {self.begin_s:g} s: --timeout (request_timeout_s) limits a "
+                "stream until its first event with content, and any other answer as a whole"
+            )
+            raise ApiError(504, message, code="timeout") from None
 
 
 class EventStream(Response):

@@ -64,6 +64,8 @@ class Server:
     """``nothing``, ``frame`` or ``content``: what an answer has when the server waits."""
     torn: bytes = b""
     """Bytes of an event without its end, sent before the server waits."""
+    waits_s: float | None = None
+    """Seconds for which it waits; ``None``: until the test lets it go on."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     goes_on: threading.Event = field(default_factory=threading.Event)
 
@@ -103,5 +105,8 @@ class Server:
         yield END[path]
 
     async def _wait(self) -> None:
+        if self.waits_s is not None:
+            await asyncio.sleep(self.waits_s)
+            return
         while not self.goes_on.is_set():
             await asyncio.sleep(0.01)

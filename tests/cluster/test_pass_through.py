@@ -29,6 +29,7 @@ from kvferry.router.members import EnginePool
 from kvferry.router.pass_through import PassThrough
 from kvferry.router.replies import VLLM_LOAD_FAILED
 from kvferry.router.router import Router
+from kvferry.serving import web
 from kvferry.serving.messages import EngineAddress, Role, RouterSettings
 from kvferry.serving.web import ClientGoneError
 from kvferry.testing.waiting import WAIT_S, until
@@ -607,7 +608,7 @@ def _lone_engine(client):
     engine.health.up()
     pools = EnginePool("prefill", 1.0, dispensable=True), EnginePool("decode", 1.0)
     pools[1].engines.append(engine)
-    passing = PassThrough(HandOver(*pools), timeout_s=5.0)
+    passing = PassThrough(HandOver(*pools), lambda: web.Patience(5.0, 5.0))
     return engine, passing
 
 
@@ -924,7 +925,7 @@ def test_a_client_that_goes_away_while_both_are_told_to_end_leaves_nothing_behin
         failed = PlayedClient()
         failed.status, failed.content_type = 500, "application/json"
         pools = EnginePool("prefill", 1.0), EnginePool("decode", 1.0)
-        passing = PassThrough(HandOver(*pools, at_once="always"), timeout_s=5.0)
+        passing = PassThrough(HandOver(*pools, at_once="always"), lambda: web.Patience(5.0, 5.0))
         slow, told, gone = PlayedClient(), asyncio.Event(), asyncio.Event()
 
         async def until_told(*_, **__):
