@@ -39,7 +39,7 @@ ROOMS: dict[str, int] = {
     "layouts": 3655,
     "observe": 575,
     "router": 5011,
-    "serving": 1058,
+    "serving": 1086,
     "testing": 3915,
     "topology": 2210,
     "transports": 6018,

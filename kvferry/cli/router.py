@@ -22,7 +22,7 @@ from kvferry.router.lists import engines_behind, engines_in
 from kvferry.router.router import serve_router
 from kvferry.serving.messages import EngineAddress, Role, RouterSettings, without_credentials
 from kvferry.serving.process import listen
-from kvferry.serving.web import SHUTDOWN_GRACE_S
+from kvferry.serving.web import MAX_CONNECTIONS, MAX_REQUEST_BYTES, SHUTDOWN_GRACE_S
 
 
 class DecodeOnly(enum.StrEnum):
@@ -190,6 +190,17 @@ def route(
             help="Log why the servers of each request were chosen, and add the reason to answers.",
         ),
     ] = False,
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            min=8,
+            help="Connections of clients that have a request at a time, for each worker. A further "
+            "request gets a 503.",
+        ),
+    ] = MAX_CONNECTIONS,
+    max_request_bytes: Annotated[
+        int, typer.Option(min=1, help="Bytes in the body of a request. A longer body gets a 413.")
+    ] = MAX_REQUEST_BYTES,
     workers: Annotated[
         int,
         typer.Option(
@@ -242,6 +253,8 @@ def route(
         explain=explain,
         workers=workers,
         drain_timeout_s=drain_timeout,
+        max_connections=max_connections,
+        max_request_bytes=max_request_bytes,
     )
     _set_up_logs(explain=explain)
     with contextlib.closing(listen(host, port, "router")) as listener:

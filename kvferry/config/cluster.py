@@ -326,7 +326,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     explain: bool = False
     """Whether the router logs the reasons of its choices and answers with ``x-kvferry-route``."""
     max_connections: int = 1000
-    """Maximum number of client connections; at most a quarter of the router's open-file limit."""
+    """Maximum number of client connections that have a request; at least 8, and at most a quarter
+    of the router's open-file limit."""
     max_request_bytes: int = 16 << 20
     """Maximum size of a request's body in bytes."""
     drain_timeout_s: float = 3.0

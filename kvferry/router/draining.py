@@ -16,12 +16,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.serving import web
-from kvferry.serving.openai import ApiError
-
-RETRY_AFTER = (b"retry-after", b"1")
-"""Header with the seconds after which a client may ask again."""
-_OWN_PATHS = ("/health", "/metrics", "/kvferry")
-"""Paths that a draining router answers, and whose requests never delay its end."""
+from kvferry.serving.openai import try_again
 
 
 class Drain:
@@ -62,18 +57,20 @@ class Drain:
             "again"
         )
         for task in self._running:
-            task.cancel(msg=_error(message))
+            task.cancel(msg=try_again(message, "draining"))
         self._running.clear()
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """The application, with new requests refused while the router drains."""
+        """The application, with new requests refused while the router drains. Requests for the
+        router itself are answered, and never delay its end.
+        """
 
         async def drained(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http" or scope["path"].startswith(_OWN_PATHS):
+            if scope["type"] != "http" or scope["path"].startswith(web.OWN_PATHS):
                 await app(scope, receive, send)
             elif self.begun.is_set():
                 message = "this router is draining; send the request again, to another router"
-                await web.refuse(_error(message), scope, receive, send)
+                await web.refuse(try_again(message, "draining"), scope, receive, send)
             else:
                 task = asyncio.current_task()
                 assert task is not None
@@ -89,9 +86,3 @@ class Drain:
     def _look(self) -> None:
         if self.begun.is_set() and not self._running:
             self.over.set()
-
-
-def _error(message: str) -> ApiError:
-    error = ApiError(503, message, code="draining")
-    error.headers = [RETRY_AFTER]
-    return error

@@ -2,7 +2,9 @@
 
 uvicorn waits without limit for a request that never becomes complete, and accepts connections until
 the process has no file descriptors left. Here, a connection without a request to answer is closed
-after a time limit. If there are too many connections, the longest-waiting connection is closed.
+after a time limit. If too many connections have a request, a further request gets a 503. Further
+connections are taken for such answers. If there are too many of these too, the longest-waiting
+connection is closed.
 """
 
 import asyncio
@@ -10,6 +12,7 @@ import resource
 from typing import Any
 
 import h11
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_TIMEOUT_S = 10.0
@@ -22,10 +25,15 @@ TAKE_TIMEOUT_S = 60.0
 class Connections:
     """Makes the connections of a server; pass an instance as uvicorn's ``Config(http=...)``."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, refusing: ASGIApp) -> None:
+        """``refusing`` answers the requests beyond the maximum number ``most``."""
+        self.refusing = refusing
         files = _raise_file_limit()
         self.most = max(8, min(most, files // 4))
-        """Maximum number of connections; engines and the process itself need files too."""
+        """Maximum number of connections that have a request; engines and the process itself need
+        files too."""
+        self.spare = max(8, files // 8)
+        """Maximum number of connections beyond that number, whose clients may be refused."""
         self.backlog = max(8, min(1024, files // 4))
         """Maximum number of connections that are accepted in a row, before the first is read."""
         self.waiting: dict[_Connection, None] = {}
@@ -41,16 +49,21 @@ class _Connection(H11Protocol):
         super().__init__(**of_uvicorn)
         self._all = all_of_them
         self._timer: asyncio.TimerHandle | None = None
+        self._own_app = self.app
+        self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._all.most:
+        if len(self.connections) > self._all.most + self._all.spare:
             oldest = next(iter(self._all.waiting), self)
             oldest.drop()
         if not transport.is_closing():
             self._note()
 
     def data_received(self, data: bytes) -> None:
+        if not (bool(self.cycle) and not self.cycle.response_complete):  # a new request
+            self._is_refused = len(self.connections) - len(self._all.waiting) >= self._all.most
+            self.app = self._all.refusing if self._is_refused else self._own_app
         super().data_received(data)
         self._note()
 
@@ -85,7 +98,7 @@ class _Connection(H11Protocol):
         asked = bool(self.cycle) and not self.cycle.response_complete
         if asked and not self.flow.write_paused:
             self._wait(None)  # the reader of the body has a time limit of its own
-        if asked and not self.cycle.more_body:
+        if asked and not self.cycle.more_body and not self._is_refused:
             self._all.waiting.pop(self, None)
         elif not self.transport.is_closing():
             self._all.waiting.setdefault(self)

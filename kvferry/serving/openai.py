@@ -75,6 +75,13 @@ class ApiError(Exception):
         }
 
 
+def try_again(message: str, code: str) -> ApiError:
+    """The error 503 for a client that should send its request again a moment later."""
+    error = ApiError(503, message, code=code)
+    error.headers = [(b"retry-after", b"1")]
+    return error
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     """OpenAI's ``stream_options``."""
 

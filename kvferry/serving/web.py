@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvferry.serving.openai import MESSAGES, RESPONSES, ApiError
+from kvferry.serving.openai import MESSAGES, RESPONSES, ApiError, try_again
 
 if TYPE_CHECKING:
     import uvicorn
@@ -27,6 +27,10 @@ T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
 """Status in proxy logs for a client that left before its answer; no client receives this status."""
+
+
+OWN_PATHS = ("/health", "/metrics", "/kvferry")
+"""Beginnings of the paths of requests for the server itself, which are always answered."""
 
 
 class ClientGoneError(Exception):
@@ -77,10 +81,12 @@ class BodyReader:
 
     def _check(self, nbytes: int) -> None:
         if nbytes > self._most:
-            message = f"the body is longer than max_request_bytes, {self._most}"
+            message = (
+                f"the body is longer than --max-request-bytes (max_request_bytes, {self._most})"
+            )
             raise ApiError(413, message, code="too_long")
         if self.held > _BODIES_AT_A_TIME * self._most:
-            raise ApiError(503, "too many bytes of requests are arriving", code="busy")
+            raise try_again("too many bytes of requests are arriving", "busy")
 
 
 def json_object(content: bytes) -> dict[str, Any]:
@@ -353,7 +359,7 @@ SHUTDOWN_GRACE_S = 3
 
 
 MAX_CONNECTIONS = 1000
-"""Default maximum number of connections of a server."""
+"""Default maximum number of connections of a server that have a request."""
 
 
 async def serve(
@@ -373,7 +379,7 @@ async def serve(
         app: the application.
         listener: the listening socket, which several processes may share.
         until: event that ends the server.
-        max_connections: maximum number of connections.
+        max_connections: maximum number of connections that have a request.
         takes_at_a_time: for a shared listener, number of connections that this process accepts
             before other processes can accept; by default, the size of the backlog.
         ends_on_sigterm: whether SIGTERM ends the server.
@@ -382,7 +388,17 @@ async def serve(
 
     from kvferry.serving.connections import Connections
 
-    connections = Connections(max_connections)
+    async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(OWN_PATHS):  # a server that has much to do is well
+            await app(scope, receive, send)
+            return
+        message = (
+            f"{connections.most} requests are being answered, as many as --max-connections "
+            "(max_connections) and the limit of open files allow; send the request again"
+        )
+        await refuse(try_again(message, "busy"), scope, receive, send)
+
+    connections = Connections(max_connections, refusing)
     config = uvicorn.Config(
         app,
         http=connections,  # type: ignore[arg-type] # it is called like the class

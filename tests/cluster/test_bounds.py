@@ -1,0 +1,105 @@
+"""The bounds of clients: how many have a request at a time, and how long a body is."""
+
+import contextlib
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from kvferry.testing.waiting import WAIT_S, until
+from tests.cluster.conftest import running_router
+from tests.cluster.streams import CHAT, MESSAGES, Server
+
+pytestmark = pytest.mark.processes
+
+MOST = 20
+LONGEST = 5000
+
+
+@pytest.fixture(scope="module")
+def bounded(server_thread):
+    """A router before one server, and its address."""
+    server = Server(waits_after="nothing")
+    url = server_thread.start(server.app())
+    bounds = ("--max-connections", str(MOST), "--max-request-bytes", str(LONGEST))
+    with running_router([], [url], *bounds) as router:
+        yield server, router
+        server.goes_on.set()
+
+
+@pytest.fixture
+def full(bounded):
+    """The same, with as many requests under way as it takes; yields what they get at last."""
+    server, url = bounded
+    server.goes_on.clear()
+    server.bodies.clear()
+    with ThreadPoolExecutor(MOST) as pool:
+        asked = [pool.submit(post, url) for _ in range(MOST)]
+        until(lambda: len(server.bodies) == MOST)
+        try:
+            yield url, asked
+        finally:
+            server.goes_on.set()
+
+
+def post(url, path=CHAT, **body):
+    """A request over a connection of its own."""
+    answer = httpx.post(url + path, json={"messages": [], **body}, timeout=WAIT_S, trust_env=False)
+    return answer.status_code, answer.headers.get("retry-after"), answer.json()
+
+
+def test_of_40_clients_20_are_served_and_20_are_told_to_come_again(bounded):
+    server, url = bounded
+    server.goes_on.clear()
+    server.bodies.clear()
+    with ThreadPoolExecutor(2 * MOST) as pool:
+        asked = [pool.submit(post, url) for _ in range(2 * MOST)]
+        until(lambda: sum(each.done() for each in asked) == MOST)
+        server.goes_on.set()
+        answers = [each.result(WAIT_S) for each in asked]
+
+    assert sorted(status for status, *_ in answers) == [200] * MOST + [503] * MOST
+    refused = [(again, told) for status, again, told in answers if status == 503]
+    assert {again for again, _ in refused} == {"1"}
+    assert all(
+        told["error"]["code"] == "busy" and "--max-connections" in told["error"]["message"]
+        for _, told in refused
+    )
+    assert post(url)[0] == 200
+
+
+def test_a_long_body_beyond_the_bound_is_answered_and_not_cut(full):
+    url, _ = full
+
+    status, again, told = post(url, MESSAGES, text="x" * 5_000_000)
+
+    assert (status, again) == (503, "1")
+    assert (told["type"], told["error"]["type"]) == ("error", "overloaded_error")
+
+
+def test_the_state_is_told_beyond_the_bound(full):
+    url, _ = full
+
+    for path in ("/health", "/metrics"):
+        assert httpx.get(url + path, timeout=WAIT_S, trust_env=False).status_code == 200
+
+
+def test_connections_that_send_nothing_keep_no_client_out(bounded):
+    server, url = bounded
+    server.goes_on.set()
+    place = httpx.URL(url)
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 * MOST):
+            stack.enter_context(socket.create_connection((place.host, place.port)))
+        assert post(url)[0] == 200
+
+
+def test_a_body_that_is_too_long_names_the_option(bounded):
+    _, url = bounded
+
+    status, _, told = post(url, text="x" * LONGEST)
+
+    assert status == 413
+    assert f"--max-request-bytes (max_request_bytes, {LONGEST})" in json.dumps(told)
