@@ -20,7 +20,7 @@ from kvferry.router.answer import TextCodec
 from kvferry.router.draining import Drain
 from kvferry.router.lists import engines_behind, engines_in
 from kvferry.router.router import serve_router
-from kvferry.serving.messages import EngineAddress, Role, RouterSettings, without_credentials
+from kvferry.serving.messages import EngineAddress, Role, RouterSettings, Tls, without_credentials
 from kvferry.serving.process import listen
 from kvferry.serving.web import MAX_CONNECTIONS, MAX_REQUEST_BYTES, SHUTDOWN_GRACE_S
 
@@ -132,6 +132,27 @@ def route(
             "another server.",
         ),
     ] = 5.0,
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File (PEM) of the authorities that certify https servers, in place of the "
+            "system's authorities.",
+            show_default=False,
+        ),
+    ] = None,
+    tls_server_name: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Name that the certificate of each https server must have, in place of the host "
+            "of its URL.",
+            show_default=False,
+        ),
+    ] = "",
+    tls_no_check: Annotated[
+        bool, typer.Option("--tls-no-check", help="Do not check certificates of https servers.")
+    ] = False,
     drain_timeout: Annotated[
         float,
         typer.Option(
@@ -220,6 +241,13 @@ def route(
     """
     if context.invoked_subcommand is not None:
         return
+    if tls_no_check and (tls_ca or tls_server_name):
+        raise typer.BadParameter(
+            "no certificate is checked, so leave out --tls-ca and --tls-server-name",
+            param_hint="--tls-no-check",
+        )
+    tls = Tls(ca=str(tls_ca or ""), server_name=tls_server_name, checks=not tls_no_check)
+    tls.context()  # a mistake shows now
     key = _key(cluster_key_file)
     named = _named(prefill or [], decode or [], control or [])
     if all_addresses and control:
@@ -240,6 +268,7 @@ def route(
         port=port,
         curve=load_keys(keys),
         cluster_key=key,
+        tls=tls,
         api_key=api_key,
         operator_key=operator_key,
         request_timeout_s=timeout,

@@ -32,7 +32,7 @@ import msgspec
 from kvferry.control.client import ControlClient
 from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.router.headers import Head, end_to_end
-from kvferry.serving.messages import without_credentials
+from kvferry.serving.messages import Tls, without_credentials
 from kvferry.zeromq import KEEPALIVE
 
 CONNECT_TIMEOUT_S = 5.0
@@ -164,13 +164,19 @@ class Response:
 class EngineClient:
     """The router's client for all engines."""
 
-    def __init__(self, headers: Mapping[str, str], curve: CurveKeys | None = None) -> None:
+    def __init__(
+        self,
+        headers: Mapping[str, str],
+        curve: CurveKeys | None = None,
+        tls: Tls | None = None,
+    ) -> None:
         """Connects with the first request. ``headers`` go with every request, but ``authorization``
         is left out if the URL has its own credentials. ``curve`` are the keys of the engines'
-        control channels; ``None`` for channels without keys.
+        control channels; ``None`` for channels without keys. ``tls`` holds for URLs with ``https``.
         """
         self._headers = headers
         self._curve = curve
+        self._tls = tls or Tls()
 
     # A session belongs to the event loop in which it is made.
 
@@ -324,6 +330,7 @@ class EngineClient:
                 data=content or None,
                 timeout=timeout,
                 allow_redirects=False,
+                server_hostname=self._tls.server_name or None,
             )
         except ValueError as error:  # for example, no resolver takes the host name
             shown = without_credentials(url)
@@ -333,7 +340,11 @@ class EngineClient:
     def _session(self, **connections: Any) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0, use_dns_cache=False, socket_factory=_socket, **connections
+                limit=0,
+                use_dns_cache=False,
+                socket_factory=_socket,
+                ssl=self._tls.context(),
+                **connections,
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
             request_class=_Request,

@@ -84,7 +84,7 @@ class Router:
         self._leader = leader
         self.bodies = web.BodyReader(settings.max_request_bytes)
         """Reader of the clients' request bodies."""
-        self.client = EngineClient(web.bearer(settings.api_key), settings.curve)
+        self.client = EngineClient(web.bearer(settings.api_key), settings.curve, settings.tls)
         """HTTP client for requests to the engines."""
         shared = workers or leader
         table = shared.table if shared is not None else None

@@ -1,5 +1,6 @@
 """Messages between the launcher and its child processes: settings, addresses and events."""
 
+import ssl
 from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 
@@ -9,6 +10,7 @@ from kvferry.config import EngineConfig, KVRole, RouterConfig, shown, split_endp
 from kvferry.control.options import CurveKeys
 from kvferry.control.tickets import channel_address
 from kvferry.engine.messages import RanksElsewhere
+from kvferry.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
 
@@ -126,6 +128,35 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Tls(msgspec.Struct, frozen=True, kw_only=True):
+    """How a router checks the certificates of servers with ``https``."""
+
+    ca: str = ""
+    """File with the authorities' certificates; empty for the authorities of the system."""
+    server_name: str = ""
+    """Name that each server's certificate must have; empty for the host of the server's URL."""
+    checks: bool = True
+    """Whether certificates are checked at all."""
+
+    def context(self) -> ssl.SSLContext | bool:
+        """The value of aiohttp's ``ssl``.
+
+        Raises:
+            ConfigError: the file of authorities cannot be read, or has no certificate.
+        """
+        if not (self.checks and self.ca):
+            return self.checks
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            context.load_verify_locations(cafile=self.ca)
+        except ssl.SSLError as error:
+            message = f"--tls-ca: {self.ca} has no certificate in PEM ({error.reason}); name a file"
+            raise ConfigError(f"{message} of certificates of authorities") from error
+        except OSError as error:
+            raise ConfigError(f"--tls-ca: {self.ca} cannot be read: {error.strerror}") from error
+        return context
+
+
 class RouterSettings(RouterConfig, frozen=True, kw_only=True):
     """Settings for the router: the ``[router]`` table, and values from the launcher."""
 
@@ -142,6 +173,8 @@ class RouterSettings(RouterConfig, frozen=True, kw_only=True):
     operator_key: str | None = None
     """Bearer token that permits changes to the list of engines; ``None`` forbids all changes."""
     port: int = 0
+    tls: Tls = Tls()
+    """Checks of the servers' certificates."""
     curve: CurveKeys | None = None
     """Keys of the engines' control channels, for displays of the cluster; ``None`` for no keys."""
     cluster_key: bytes | None = None

@@ -58,9 +58,9 @@ def running_router(prefill: Sequence[str], decode: Sequence[str], *options: str)
 
 @contextlib.contextmanager
 def router_process(
-    prefill: Sequence[str], decode: Sequence[str], *options: str
+    prefill: Sequence[str], decode: Sequence[str], *options: str, waits: bool = True
 ) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """The same; yields the process too."""
+    """The same; yields the process too. Unless it waits, the servers may be down."""
     command = [sys.executable, "-m", "kvferry.cli", "router", "--port", "0", *options]
     for role, urls in (("--prefill", prefill), ("--decode", decode)):
         command += [word for url in urls for word in (role, url)]
@@ -70,7 +70,8 @@ def router_process(
             found = (re.search(r"http://127\.0\.0\.1:\d+(?=/v1 )", line) for line in process.stdout)
             url = next(filter(None, found)).group()
             with httpx.Client(base_url=url, timeout=WAIT_S, trust_env=False) as client:
-                wait_until_healthy(client)
+                if waits:
+                    wait_until_healthy(client)
             yield process, url
         finally:
             process.send_signal(signal.SIGINT)
@@ -278,17 +279,24 @@ class Servers:
         self._running: list[tuple[uvicorn.Server, Any, socket.socket]] = []
         self._ending: list[tuple[uvicorn.Server, Any, socket.socket]] = []
 
-    def start(self, app: Any) -> str:
+    def start(self, app: Any, **tls: Any) -> str:
+        """Starts a server, with uvicorn's options of TLS; returns its address."""
         listener = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(
-            app, log_level="critical", timeout_graceful_shutdown=1, ws="none", access_log=False
+            app,
+            log_level="critical",
+            timeout_graceful_shutdown=1,
+            ws="none",
+            access_log=False,
+            **tls,
         )
         server = uvicorn.Server(config)
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         future = asyncio.run_coroutine_threadsafe(server.serve([listener]), self._loop)
         self._running.append((server, future, listener))
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+        scheme = "https" if tls else "http"
+        return f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
 
     def stop(self, url: str) -> None:
         """Ends one server at once, connections included."""
