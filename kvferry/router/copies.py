@@ -35,6 +35,9 @@ _RENDERED = (
 )
 """Fields for which a server needs the text of a chat, or judges it."""
 
+_OF_PROMPT = ("prompt_logprobs", "prompt_logprob_token_ids")
+"""Sampling parameters with which an answer has log probabilities of the prompt."""
+
 
 class _Text(msgspec.Struct, forbid_unknown_fields=True):
     """A part of a message that has only text."""
@@ -68,23 +71,23 @@ class _Changed(msgspec.Struct):
     use_beam_search: bool | None = None
 
 
-def prompt_copy(path: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The body with which a prefill engine computes the prompt, without transfer parameters.
+def text_copy(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any] | None:
+    """The copy of a completion or a chat.
 
     Returns:
         ``None`` if a decode engine should get the body alone: servers refuse the body, or sample no
         token, or search with beams, for which servers lend no KV.
 
-    >>> prompt_copy("/v1/completions", {"prompt": "a", "max_tokens": 9, "min_tokens": 3})
+    >>> text_copy({"prompt": "a", "max_tokens": 9, "min_tokens": 3}, is_chat=False)
     {'prompt': 'a', 'max_tokens': 1, 'min_tokens': 1, 'stream': False}
-    >>> prompt_copy("/v1/completions", {"prompt": "a", "max_tokens": 9, "min_tokens": 10})
+    >>> text_copy({"prompt": "a", "max_tokens": 9, "min_tokens": 10}, is_chat=False)
     """
     try:
         wanted = msgspec.convert(body, _Changed)
     except msgspec.ValidationError:
         return None
     most = wanted.max_tokens
-    if path.endswith("/chat/completions"):
+    if is_chat:
         most = most if wanted.max_completion_tokens is None else wanted.max_completion_tokens
     elif most is None:
         most = _DEFAULT_MAX_TOKENS
@@ -106,6 +109,29 @@ def prompt_copy(path: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
     if wanted.echo:
         copy["echo"] = False  # it would bring the log probabilities of the prompt
     return copy
+
+
+def tokens_copy(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The copy of a body that has token ids, with the fields of a completion in an object of their
+    own.
+
+    Returns:
+        ``None`` if a decode engine should get the body alone, as in :func:`text_copy`; or if it
+        must look at the prompt: for log probabilities, or for media that a server may keep.
+
+    >>> tokens_copy({"token_ids": [1, 2], "sampling_params": {"max_tokens": 9, "min_tokens": 3}})
+    {'token_ids': [1, 2], 'sampling_params': {'max_tokens': 1, 'min_tokens': 1}, 'stream': False}
+    """
+    sampling = body.get("sampling_params")
+    if not isinstance(sampling, dict) or body.get("features") is not None:
+        return None
+    if any(sampling.get(name) is not None for name in _OF_PROMPT):
+        return None
+    copy = text_copy({**sampling, "stream": body.get("stream")}, is_chat=False)
+    if copy is None:
+        return None
+    del copy["stream"]
+    return {**body, "sampling_params": copy, "stream": False}
 
 
 def has_tokens_alone(path: str, body: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from kvferry import errors
 from kvferry.config import AtOnce
@@ -160,8 +160,6 @@ def unless_read(lender: Engine, request_id: str) -> Iterator[None]:
 class RoutedRequest(ABC, Generic[Told]):
     """A request that the router runs over its engines, and the state of its attempts."""
 
-    may_be_joined: ClassVar[bool] = False
-    """Whether SGLang servers may serve the request, joined with another engine by a room."""
     request_id: str
     died: set[Engine]
     """Engines lost while they worked on the client's request, in any of its choices."""
@@ -238,6 +236,11 @@ class RoutedRequest(ABC, Generic[Told]):
     def has_fetched(self, told: Told) -> bool:
         """Whether a reply of the decode engine shows that this engine has fetched the lent KV."""
         return True
+
+    @property
+    def may_be_joined(self) -> bool:
+        """Whether SGLang servers may serve the request, joined with another engine by a room."""
+        return False
 
     @property
     def is_list(self) -> bool:

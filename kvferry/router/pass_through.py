@@ -26,18 +26,18 @@ Requests of token ids: :mod:`kvferry.router.token_request`.
 """
 
 import asyncio
-import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvferry.observe.spans import RequestSpan
-from kvferry.router.copies import has_tokens_alone, most_new_tokens, prompt_copy
+from kvferry.router.apis import APIS, OTHER, Api
+from kvferry.router.copies import has_tokens_alone, most_new_tokens
 from kvferry.router.engine_client import NO_HEAD
 from kvferry.router.engines import Engine
 from kvferry.router.hand_over import (
@@ -48,6 +48,7 @@ from kvferry.router.hand_over import (
 )
 from kvferry.router.headers import Head
 from kvferry.router.members import EnginePool
+from kvferry.router.paths import SGLANGS
 from kvferry.router.replies import (
     EVENT_END,
     Computed,
@@ -78,11 +79,6 @@ _ONE_TOKEN = {"stream": False, "max_tokens": 1}
 """Fields of a body in a room for which there is no copy: the prefill engine judges all others."""
 _LENDS = {"kv_transfer_params": REMOTE_DECODE}
 """Fields with which a prefill engine lends a prompt for an engine that works later."""
-_DETAILS = re.compile(rb'"prompt_tokens_details":\s*\{[^{}]*\}')
-"""Pattern of the token details in an answer's usage. In a generated text the quotation marks would
-have backslashes."""
-_COUNTS = ("cached_tokens", "created_cache_tokens")
-"""Names of the token details about a cache."""
 
 
 class _RefusedError(Exception):
@@ -104,7 +100,7 @@ class BodyRequest(RoutedRequest[Forwarded]):
     patience: web.Patience
     """The time limits of the answer."""
     own: bytes | None = None
-    """Unchanged bytes of the body, if no prefill engine is used for this request."""
+    """Bytes of the body, if no prefill engine is used for this request."""
     method: str = "POST"
     several: str = ""
     """The field by which the request has several sequences; empty for a single sequence."""
@@ -113,7 +109,15 @@ class BodyRequest(RoutedRequest[Forwarded]):
     forwarded: Forwarded | None = None
     """The decode engine's answer; ``None`` before its beginning."""
 
-    may_be_joined: ClassVar[bool] = True
+    @property
+    def api(self) -> Api:
+        """The API of the path."""
+        return APIS.get(self.path, OTHER)
+
+    @property
+    def may_be_joined(self) -> bool:
+        """Whether SGLang servers may serve the request, in a room or as they are."""
+        return self.own is not None or self.api.in_rooms
 
     @property
     def wants_prefill(self) -> bool:
@@ -138,7 +142,7 @@ class BodyRequest(RoutedRequest[Forwarded]):
         """Whether both engines may get this attempt at the same time."""
         if self.attempt > 1 or not self.wants_prefill:
             return False
-        return prompt_copy(self.path, self.body) is not None
+        return self.api.copy(self.body) is not None
 
     @property
     def may_be_repeated(self) -> bool:
@@ -183,7 +187,7 @@ class BodyRequest(RoutedRequest[Forwarded]):
             if self.body.get("stream"):
                 body.pop("stream_options", None)
         else:
-            copy = prompt_copy(self.path, self.body)
+            copy = self.api.copy(self.body)
             if copy is None and self.joined is None:
                 return Reply()  # nothing is lent, so the decode engine gets the client's own body
             body = copy or {**self.body, **_ONE_TOKEN}
@@ -278,8 +282,7 @@ class BodyRequest(RoutedRequest[Forwarded]):
             self.head,
             self.method,
             once=not self.may_be_repeated,
-            # The first event of a chat contains only the role of the speaker.
-            events=2 if self.path.endswith("/chat/completions") else 1,
+            events=self.api.events,
         )
 
     @property
@@ -289,15 +292,13 @@ class BodyRequest(RoutedRequest[Forwarded]):
 
     async def counted(self, content: bytes) -> bytes:
         """Puts the prefill engine's cache numbers into a part of the answer."""
-        if not (self.is_counted_elsewhere and _DETAILS.search(content)):
+        if not (self.is_counted_elsewhere and self.api.counts.are_in(content)):
             return content
         if self.computing is not None:
             await asyncio.wait((self.computing,))
         if self.computed is None:
             return content  # the decode engine has computed the prompt
-        told = (self.computed.usage or {}).get("prompt_tokens_details") or {}
-        told = {**told, "cached_tokens": self.computed.cached_tokens}
-        return _DETAILS.sub(lambda details: _put(details[0], told), content)
+        return self.api.counts.put(content, self.computed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,16 +319,21 @@ class PassThrough:
     ) -> Response:
         """Answers a client's request; an engine that goes away before its first byte is replaced.
 
-        A body of bytes goes to a decode server alone. ``span`` has the request's id, and ends with
-        the answer.
+        A body of bytes goes to a decode server alone, and so does a body that SGLang servers do not
+        understand and that has no copy. ``span`` has the request's id, and ends with the answer.
 
         Raises:
             ApiError: no engine is left, or time is up.
             ClientGoneError: the client disconnected before the first byte.
         """
+        pools, api = (self.hand_over.prefill, self.hand_over.decode), APIS.get(path, OTHER)
+        if not (isinstance(body, bytes) or api.in_rooms):
+            has_room = any(engine.needs_room for pool in pools for engine in pool.engines)
+            if has_room or api.copy(body) is None:
+                body = msgspec.json.encode(body)
         # Engines beside SGLang servers do not know SGLang's own path.
-        pools = (self.hand_over.prefill, self.hand_over.decode) if path == "/generate" else ()
         mixed = [pool for pool in pools if any(engine.needs_room for engine in pool.fit())]
+        mixed = mixed if path == SGLANGS else []
         unreached = {other for pool in mixed for other in pool.engines if not other.needs_room}
         asked = BodyRequest(
             request_id=span.request_id,
@@ -412,15 +418,6 @@ def _several(body: Mapping[str, Any]) -> str:
     if any(isinstance(each, dict) and each.get("n") not in (None, 1) for each in params):
         found.append("sampling_params")
     return ", ".join(found)
-
-
-def _put(details: bytes, told: Mapping[str, Any]) -> bytes:
-    """Replaces the cache numbers in the details of a prompt's tokens by the numbers in ``told``."""
-    for name in _COUNTS:
-        if isinstance(told.get(name), int):
-            number = rb'"%b":%d' % (name.encode(), told[name])
-            details = re.sub(rb'"%b":\s*\d+' % name.encode(), number, details)
-    return details
 
 
 def _length(prompts: object) -> int:

@@ -22,12 +22,12 @@ def _each(**paths: str) -> tuple[str, ...]:
 
 PATHS: Mapping[Answerer, tuple[str, ...]] = {
     Answerer.BOTH: _each(
-        POST="/v1/completions /v1/chat/completions /generate",
+        POST="/v1/completions /v1/chat/completions /inference/v1/generate /generate",
     ),
     Answerer.DECODE: _each(
         POST="""
             /v1/chat/completions/batch /v1/responses /v1/messages /v1/systemone
-            /v1/decisions /inference/v1/generate /invocations /cohere/v2/chat
+            /v1/decisions /invocations /cohere/v2/chat
             /v1/audio/transcriptions /v1/audio/translations
         """,
     ),
@@ -75,6 +75,8 @@ PATHS: Mapping[Answerer, tuple[str, ...]] = {
 
 FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """Paths whose bodies are forms with files instead of JSON."""
+SGLANGS = "/generate"
+"""Path of SGLang's servers alone."""
 _NESTED = frozenset({"sampling_params", "extra_args", "vllm_xargs"})
 """Fields in which servers look for transfer parameters too."""
 

@@ -14,7 +14,7 @@ import contextlib
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from starlette.types import ASGIApp
 
 from kvferry.observe.spans import Spans
 from kvferry.router.answer import TextCodec
+from kvferry.router.apis import APIS
 from kvferry.router.choice import Chooser
 from kvferry.router.completions import Completions, Parse
 from kvferry.router.draining import Drain
@@ -38,7 +39,7 @@ from kvferry.router.members import Members
 from kvferry.router.metrics import Endpoint, RouterMetrics, count_as_worker
 from kvferry.router.operators import Operators
 from kvferry.router.pass_through import PassThrough
-from kvferry.router.paths import without_transfer
+from kvferry.router.paths import SGLANGS, without_transfer
 from kvferry.router.relays import Relays
 from kvferry.router.watch import ClusterWatch
 from kvferry.router.workers import Leader, SharedListener, Workers, WorkerSettings, door
@@ -47,6 +48,12 @@ from kvferry.serving.messages import RouterSettings
 from kvferry.serving.openai import parse_chat, parse_completion
 from kvferry.serving.process import temporary_folder
 from kvferry.zeromq import join_address
+
+_PARSERS: Mapping[str, Parse] = {
+    "/v1/completions": parse_completion,
+    "/v1/chat/completions": parse_chat,
+}
+"""Path → parser of the bodies from which the router can make tokens itself."""
 
 
 class Router:
@@ -125,9 +132,11 @@ class Router:
     def app(self) -> ASGIApp:
         """Makes the ASGI application, which watches the engines' health while it runs."""
         routes = [
-            Route("/v1/completions", self._generate(parse_completion), methods=["POST"]),
-            Route("/v1/chat/completions", self._generate(parse_chat), methods=["POST"]),
-            Route("/generate", self._generate(None), methods=["POST"]),
+            *(
+                Route(path, self._generate(_PARSERS.get(path)), methods=["POST"])
+                for path in (*APIS, SGLANGS)
+                if path in _PARSERS or path == SGLANGS or self._settings.foreign
+            ),
             Route("/v1/models", self._models),
             *(self._relays.routes() if self._settings.foreign else ()),
             *(self._leader.routes() if self._leader is not None else self._own_routes()),
@@ -158,13 +167,16 @@ class Router:
         await self.client.aclose()
 
     def _generate(self, parse: Parse | None) -> Endpoint:
-        """The endpoint of a path; ``parse`` is ``None`` for SGLang's own ``/generate``."""
+        """The endpoint of a path; ``parse`` is ``None`` for a path whose bodies only servers
+        understand.
+        """
 
         async def generate(request: Request) -> Response:
             self._keys.check(request)
             body = await self.bodies.json(request)
             await self.members.meet()
-            if parse is None and not self.members.have_sglang:
+            path = request.scope["path"]
+            if path == SGLANGS and not self.members.have_sglang:
                 raise self.members.no_sglang()
             if parse is not None and self._completions is not None:
                 understood = await self._completions.understood(body, parse)
@@ -175,7 +187,6 @@ class Router:
                     return await self._completions.answer(request, understood, span, head)
             head = self._keys.head(request)
             span, words = self._watch.span(request, head.new_id("kvferry")), without_transfer(body)
-            path = request.scope["path"]
             return await self._pass_through.answer(request, path, words, span, head)
 
         return self._metrics.counted(generate)

@@ -79,7 +79,14 @@ def router_process(
 
 def leave(client: httpx.Client, when: Callable[[], Any], **body: Any) -> None:
     """Asks for a completion, and goes away without the answer as soon as ``when`` is true."""
-    request = client.build_request("POST", "/v1/completions", json=body)
+    leave_path(client, "/v1/completions", when, body)
+
+
+def leave_path(
+    client: httpx.Client, path: str, when: Callable[[], Any], body: dict[str, Any]
+) -> None:
+    """Posts a body, and goes away without the answer as soon as ``when`` is true."""
+    request = client.build_request("POST", path, json=body)
     head = b"".join(b"%b: %b\r\n" % line for line in request.headers.raw)
     asked = b"POST %b HTTP/1.1\r\n%b\r\n%b" % (request.url.raw_path, head, request.content)
     with socket.create_connection((request.url.host, request.url.port)) as connection:

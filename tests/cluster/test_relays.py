@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvferry.router.apis import APIS
 from kvferry.router.paths import PATHS, Answerer, without_transfer
 from kvferry.router.router import Router
 from kvferry.serving.messages import EngineAddress, Role, RouterSettings
@@ -212,7 +213,7 @@ def test_a_browser_may_ask_whether_it_may_ask(make):
 EVIL = {"kv_transfer_params": {"remote_host": "evil"}}
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/inference/v1/generate", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/systemone", *APIS])
 @pytest.mark.parametrize("nested", [None, "sampling_params", "vllm_xargs"])
 def test_a_client_says_nowhere_where_kv_lies(setup, path, nested):
     body = {"input": "kv_transfer_params", **(EVIL if nested is None else {nested: EVIL})}
@@ -220,7 +221,8 @@ def test_a_client_says_nowhere_where_kv_lies(setup, path, nested):
     kept: dict[str, Any] = {"input": "kv_transfer_params"}
     if nested is not None:
         kept[nested] = {}
-    assert json.loads(setup.asked[0].body) == kept
+    assert json.loads(setup.decode.asked[0].body) == kept
+    assert not any(b"evil" in asked.body for asked in setup.prefill.asked)
 
 
 def test_transfer_parameters_within_extra_arguments_are_dropped_too():

@@ -26,9 +26,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's are not ours
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
     from vllm.exceptions import VLLMValidationError
 
-from kvferry.router.copies import prompt_copy
+from kvferry.router.apis import APIS
 from kvferry.router.rooms import REMOTE_DECODE
 
 ROOM = 512
@@ -107,7 +108,7 @@ def needs_no_copy(path, body):
 def test_a_copy_is_taken_exactly_where_the_body_is(path):
     taken = refused = 0
     for body in bodies(path, 3):
-        made, expected = prompt_copy(path, body), is_taken(path, body)
+        made, expected = APIS[path].copy(body), is_taken(path, body)
         if made is None:
             assert not expected or needs_no_copy(path, body), body
         else:
@@ -123,13 +124,73 @@ def test_a_copy_is_taken_exactly_where_the_body_is(path):
 def test_a_value_of_another_type_is_left_to_the_decode_server(path, values):
     body = LEAST[path] | values
     assert is_taken(path, body)
-    assert prompt_copy(path, body) is None
+    assert APIS[path].copy(body) is None
 
 
 @pytest.mark.parametrize("path", CLASSES)
 def test_a_copy_asks_for_nothing_that_takes_long(path):
-    for made in filter(None, (prompt_copy(path, body) for body in bodies(path, 2))):
+    for made in filter(None, (APIS[path].copy(body) for body in bodies(path, 2))):
         if is_taken(path, made):
             request = CLASSES[path].model_validate(copy.deepcopy(made))
             params = request.to_sampling_params(request.max_tokens, {})
             assert (params.max_tokens, params.prompt_logprobs, request.stream) == (1, None, False)
+
+
+# ---- token ids -----------------------------------------------------------------------------------
+
+GENERATE = "/inference/v1/generate"
+OF_TOKENS = {
+    "stream": VALUES["stream"],
+    "stream_options": VALUES["stream_options"],
+    "return_token_ids": (True,),
+    "cache_salt": ("x", ""),
+}
+SAMPLING = {
+    "max_tokens": VALUES["max_tokens"],
+    "min_tokens": VALUES["min_tokens"],
+    "prompt_logprobs": VALUES["prompt_logprobs"],
+    "logprobs": (None, 0, 2, -1, -2),
+    "n": (1,),
+    "stop": ("x", [""]),
+    "temperature": (0, 3),
+    "ignore_eos": (True,),
+    "stop_token_ids": ([1], ["a"]),
+    "structured_outputs": ({"regex": "a"}, {"regex": "a", "choice": ["b"]}),
+    "extra_args": ({"a": 1},),
+}
+
+
+def generate_bodies():
+    for names in itertools.combinations(OF_TOKENS, 1):
+        for values in itertools.product(*(OF_TOKENS[name] for name in names)):
+            for count in range(3):
+                for inner in itertools.combinations(SAMPLING, count):
+                    for each in itertools.product(*(SAMPLING[name] for name in inner)):
+                        sampling = dict(zip(inner, each, strict=True))
+                        outer = dict(zip(names, values, strict=True))
+                        yield {"token_ids": [1, 2], "sampling_params": sampling} | outer
+
+
+def is_generated(body):
+    try:
+        return bool(GenerateRequest.model_validate(copy.deepcopy(body)))
+    except (VLLMValidationError, ValueError, TypeError, AssertionError):
+        return False
+
+
+def test_a_copy_of_token_ids_is_taken_exactly_where_the_body_is():
+    counts = {True: 0, False: 0}
+    for body in generate_bodies():
+        sampling = body["sampling_params"]
+        made, expected = APIS[GENERATE].copy(body), is_generated(body)
+        if made is None:
+            is_null = sampling.get("max_tokens", 16) is None and sampling.get("min_tokens") == 17
+            of_prompt = sampling.get("prompt_logprobs") is not None
+            assert not expected or is_null or of_prompt, body
+        else:
+            assert is_generated({**made, "kv_transfer_params": REMOTE_DECODE}) is expected, body
+            if expected:
+                params = GenerateRequest.model_validate(copy.deepcopy(made)).sampling_params
+                assert (params.max_tokens, params.min_tokens < 2) == (1, True)
+        counts[expected] += 1
+    assert min(counts.values()) > 500

@@ -1,0 +1,86 @@
+"""The APIs that a prefill and a decode server serve together, one for each path.
+
+Of an API the router knows only what it must change or judge: how the prefill engine's copy is made,
+where an answer begins, and the names of the numbers about caches.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from kvferry.router.copies import text_copy, tokens_copy
+from kvferry.router.replies import Reply
+
+
+class Counts:
+    """The numbers about caches in the usage of an answer. The decode engine counts all loaded
+    tokens as cached, so the prefill engine's numbers replace its numbers.
+    """
+
+    def __init__(self, place: str, cached: str, *others: str) -> None:
+        """Args:
+        place: name of the object that has the numbers; in a generated text, the quotation marks
+            around the name would have backslashes.
+        cached: name of the number of tokens from the cache.
+        others: names of the other numbers, or lists of numbers, to replace.
+        """
+        self._place, self._cached = place, cached
+        names = "|".join((cached, *others))
+        self._object = re.compile(rf'"{place}":\s*\{{[^{{}}]*"{cached}":[^{{}}]*\}}'.encode())
+        self._numbers = re.compile(rf'"({names})":\s*(?:\d+|\[[^\]]*\])'.encode())
+
+    def are_in(self, content: bytes) -> bool:
+        """Whether a part of an answer has the numbers."""
+        return self._object.search(content) is not None
+
+    def put(self, content: bytes, reply: Reply) -> bytes:
+        """Puts the numbers of the prefill engine's reply into a part of an answer. What the part
+        has before its usage may be the client's own JSON, or the model's.
+        """
+        told = {self._cached: reply.cached_tokens, **((reply.usage or {}).get(self._place) or {})}
+        if not isinstance(told[self._cached], int):
+            return content
+
+        def number(found: re.Match[bytes]) -> bytes:
+            value = told.get(found[1].decode())
+            return (
+                found[0] if value is None else b'"%b":%b' % (found[1], msgspec.json.encode(value))
+            )
+
+        *_, last = self._object.finditer(content)
+        numbers = self._numbers.sub(number, last[0])
+        return content[: last.start()] + numbers + content[last.end() :]
+
+
+_OPENAIS = Counts("prompt_tokens_details", "cached_tokens", "created_cache_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """One API of servers."""
+
+    copy: Callable[[Mapping[str, Any]], dict[str, Any] | None]
+    """Makes the body with which a prefill engine computes the prompt, without transfer parameters;
+    ``None`` if a decode engine should get the body alone."""
+    events: int = 1
+    """Number of events up to the first event with a part of the answer."""
+    counts: Counts = _OPENAIS
+    """Where an answer tells what was cached."""
+    in_rooms: bool = True
+    """Whether SGLang servers know the path; otherwise, beside an SGLang server a decode engine gets
+    the body alone."""
+
+
+APIS: Mapping[str, Api] = {
+    "/v1/completions": Api(partial(text_copy, is_chat=False)),
+    # The first event of a chat contains only the role of the speaker.
+    "/v1/chat/completions": Api(partial(text_copy, is_chat=True), events=2),
+    "/inference/v1/generate": Api(tokens_copy, in_rooms=False),
+}
+"""Path → API."""
+OTHER = Api(partial(text_copy, is_chat=False))
+"""API of every other path; only SGLang's ``/generate`` has a prefill engine."""
