@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.router.copies import text_copy, tokens_copy
+from kvferry.router.copies import messages_copy, text_copy, tokens_copy
 from kvferry.router.replies import Reply
 
 
@@ -22,11 +22,13 @@ class Counts:
     """
 
     def __init__(self, place: str, cached: str, *others: str) -> None:
-        """Args:
-        place: name of the object that has the numbers; in a generated text, the quotation marks
-            around the name would have backslashes.
-        cached: name of the number of tokens from the cache.
-        others: names of the other numbers, or lists of numbers, to replace.
+        """Compiles the patterns of an API.
+
+        Args:
+            place: name of the object that has the numbers; in a generated text, the quotation marks
+                around the name would have backslashes.
+            cached: name of the number of tokens from the cache.
+            others: names of the other numbers, or lists of numbers, to replace.
         """
         self._place, self._cached = place, cached
         names = "|".join((cached, *others))
@@ -41,15 +43,16 @@ class Counts:
         """Puts the numbers of the prefill engine's reply into a part of an answer. What the part
         has before its usage may be the client's own JSON, or the model's.
         """
-        told = {self._cached: reply.cached_tokens, **((reply.usage or {}).get(self._place) or {})}
-        if not isinstance(told[self._cached], int):
+        usage = reply.usage or {}
+        told = usage.get(self._place) or usage
+        if told.get(self._cached) is None:
+            told = {**told, self._cached: reply.cached_tokens}
+        if told[self._cached] is None:
             return content
 
         def number(found: re.Match[bytes]) -> bytes:
-            value = told.get(found[1].decode())
-            return (
-                found[0] if value is None else b'"%b":%b' % (found[1], msgspec.json.encode(value))
-            )
+            value = msgspec.json.encode(told.get(found[1].decode()))
+            return found[0] if value == b"null" else b'"%b":%b' % (found[1], value)
 
         *_, last = self._object.finditer(content)
         numbers = self._numbers.sub(number, last[0])
@@ -57,6 +60,9 @@ class Counts:
 
 
 _OPENAIS = Counts("prompt_tokens_details", "cached_tokens", "created_cache_tokens")
+_ANTHROPICS = Counts(
+    "usage", "cache_read_input_tokens", "cache_creation_input_tokens", "input_tokens"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,8 @@ APIS: Mapping[str, Api] = {
     # The first event of a chat contains only the role of the speaker.
     "/v1/chat/completions": Api(partial(text_copy, is_chat=True), events=2),
     "/inference/v1/generate": Api(tokens_copy, in_rooms=False),
+    # The first event contains only the role of the speaker, here too.
+    "/v1/messages": Api(messages_copy, events=2, counts=_ANTHROPICS, in_rooms=False),
 }
 """Path → API."""
 OTHER = Api(partial(text_copy, is_chat=False))

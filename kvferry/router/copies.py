@@ -71,6 +71,22 @@ class _Changed(msgspec.Struct):
     use_beam_search: bool | None = None
 
 
+class _Typed(msgspec.Struct):
+    """A choice of a tool, or of a way to think."""
+
+    type: str = ""
+    budget_tokens: int = 0
+
+
+class _ChangedMessages(msgspec.Struct):
+    """The fields of Anthropic's body that decide on its copy."""
+
+    max_tokens: Annotated[int, Meta(ge=1)]
+    stream: bool | None = None
+    thinking: _Typed | None = None
+    tool_choice: _Typed | None = None
+
+
 def text_copy(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any] | None:
     """The copy of a completion or a chat.
 
@@ -132,6 +148,29 @@ def tokens_copy(body: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     del copy["stream"]
     return {**body, "sampling_params": copy, "stream": False}
+
+
+def messages_copy(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The copy of a body of Anthropic's Messages API.
+
+    Returns:
+        ``None`` if a decode engine should get the body alone: servers refuse the body; or it names
+        the tool to call. Then a server reads all that it samples as the JSON of the arguments, and
+        fails if that is a single token.
+
+    >>> messages_copy({"messages": [], "max_tokens": 9})
+    {'messages': [], 'max_tokens': 1, 'stream': False}
+    >>> messages_copy({"messages": [], "max_tokens": 9, "tool_choice": {"type": "tool"}})
+    """
+    try:
+        wanted = msgspec.convert(body, _ChangedMessages)
+    except msgspec.ValidationError:
+        return None
+    thinking, choice = wanted.thinking or _Typed(), wanted.tool_choice or _Typed()
+    is_too_long = thinking.type == "enabled" and thinking.budget_tokens >= wanted.max_tokens
+    if is_too_long or choice.type == "tool":
+        return None
+    return {**body, "max_tokens": 1, "stream": False}
 
 
 def has_tokens_alone(path: str, body: Mapping[str, Any]) -> bool:

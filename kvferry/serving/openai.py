@@ -37,8 +37,15 @@ MAX_CHOICES = 128
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 """Paths of Anthropic's API, and of OpenAI's API of responses."""
-_ANTHROPIC = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
-_ANTHROPIC |= {503: "overloaded_error", 504: "timeout_error"}
+_ANTHROPIC: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 """HTTP status → type of an error in Anthropic's API, unless the type is the general one."""
 
 

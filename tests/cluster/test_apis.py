@@ -78,7 +78,48 @@ GENERATE = Form(
     is_named=False,
     last=b"data: [DONE]\n\n",
 )
-FORMS = {form.path: form for form in (GENERATE,)}
+
+
+def _said(cached: int | None) -> dict[str, Any]:
+    """Anthropic's usage; ``None`` before the number of cached tokens is known."""
+    if cached is None:
+        return {"input_tokens": 40, "output_tokens": 0}
+    # A decode server has written the tokens that it loaded into its cache, too.
+    created = 24 if cached == CACHED else LOADED
+    cache = {"cache_creation_input_tokens": created, "cache_read_input_tokens": cached}
+    return {"input_tokens": max(0, 40 - cached - created), "output_tokens": 2, **cache}
+
+
+MODELS_JSON = {"usage": {"input_tokens": 1, "cache_read_input_tokens": 1}}
+MESSAGES = Form(
+    path="/v1/messages",
+    body={
+        "model": "big",
+        "messages": [{"role": "user", "content": "?"}],
+        "max_tokens": 2048,
+        "system": "Be brief.",
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "tools": [{"name": "look", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "any"},
+    },
+    copy={"max_tokens": 1, "stream": False},
+    answer=lambda cached: {
+        "type": "message",
+        "content": [{"type": "tool_use", "name": "look", "input": MODELS_JSON}],
+        "usage": _said(cached),
+    },
+    events=lambda cached: [
+        {"type": "message_start", "message": {"role": "assistant", "usage": _said(None)}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}},
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": _said(cached)},
+        {"type": "message_stop"},
+    ],
+    silent=1,
+    error={"type": "error", "error": {"type": "internal_error", "message": "as told"}},
+)
+FORMS = {form.path: form for form in (GENERATE, MESSAGES)}
 
 
 @dataclass
@@ -245,6 +286,14 @@ ALONE = {
         {"features": {"mm_hashes": {}, "mm_placeholders": {}}},
         {"stream": "perhaps"},
     ],
+    MESSAGES.path: [
+        {"tool_choice": {"type": "tool", "name": "look"}},
+        {"thinking": {"type": "enabled", "budget_tokens": 2048}},
+        {"max_tokens": 0},
+        {"max_tokens": None},
+        {"max_tokens": "5"},
+        {"stream": 1},
+    ],
 }
 
 
@@ -295,6 +344,28 @@ def test_an_error_that_stays_is_the_answer_in_the_apis_own_form(make, form, stre
     assert (answer.json().get("type") == "error") is ("messages" in form.path)
     assert isinstance(answer.json()["error"]["message"], str)
     assert len(setup.decode.bodies) == 3
+
+
+@every_form
+@pytest.mark.parametrize(
+    ("body", "status", "kind"), [("{", 400, "invalid_request_error"), ("{}", 503, "overloaded")]
+)
+def test_an_error_of_the_routers_own_has_the_form_of_the_api(make, form, body, status, kind):
+    setup = make(form, operator_key="operator")
+    operator = {"authorization": "Bearer operator"}
+    for role in ("prefill", "decode"):
+        setup.client.delete(f"/kvferry/engines/{role}/{role}", headers=operator)
+    answer = setup.client.post(form.path, content=body)
+
+    assert answer.status_code == status
+    told = answer.json()
+    if form is MESSAGES:
+        assert told["type"] == "error"
+        assert told["error"].keys() == {"type", "message"}
+        assert kind in told["error"]["type"]
+    else:
+        assert told.keys() == {"error"}
+        assert told["error"]["code"] in (status, "engine_unavailable")
 
 
 @every_form

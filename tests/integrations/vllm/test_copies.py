@@ -24,6 +24,7 @@ pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm`
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's are not ours
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
@@ -171,9 +172,10 @@ def generate_bodies():
                         yield {"token_ids": [1, 2], "sampling_params": sampling} | outer
 
 
-def is_generated(body):
+def is_of(request_class, body):
+    """Whether a request class takes a body."""
     try:
-        return bool(GenerateRequest.model_validate(copy.deepcopy(body)))
+        return bool(request_class.model_validate(copy.deepcopy(body)))
     except (VLLMValidationError, ValueError, TypeError, AssertionError):
         return False
 
@@ -182,15 +184,59 @@ def test_a_copy_of_token_ids_is_taken_exactly_where_the_body_is():
     counts = {True: 0, False: 0}
     for body in generate_bodies():
         sampling = body["sampling_params"]
-        made, expected = APIS[GENERATE].copy(body), is_generated(body)
+        made, expected = APIS[GENERATE].copy(body), is_of(GenerateRequest, body)
         if made is None:
             is_null = sampling.get("max_tokens", 16) is None and sampling.get("min_tokens") == 17
             of_prompt = sampling.get("prompt_logprobs") is not None
             assert not expected or is_null or of_prompt, body
         else:
-            assert is_generated({**made, "kv_transfer_params": REMOTE_DECODE}) is expected, body
+            lends = {**made, "kv_transfer_params": REMOTE_DECODE}
+            assert is_of(GenerateRequest, lends) is expected, body
             if expected:
                 params = GenerateRequest.model_validate(copy.deepcopy(made)).sampling_params
                 assert (params.max_tokens, params.min_tokens < 2) == (1, True)
         counts[expected] += 1
+    assert min(counts.values()) > 500
+
+
+# ---- Anthropic's messages ------------------------------------------------------------------------
+
+MESSAGES = "/v1/messages"
+OF_MESSAGES = {
+    "max_tokens": (None, 0, 1, 2048, -1, "many"),
+    "stream": (None, False, True),
+    "thinking": (
+        None,
+        {"type": "enabled", "budget_tokens": 1024},
+        {"type": "enabled", "budget_tokens": 2048},
+        {"type": "enabled", "budget_tokens": 1},
+        {"type": "enabled"},
+        {"type": "disabled"},
+        {"type": "adaptive"},
+        {"type": "perhaps"},
+        "enabled",
+    ),
+    "tools": ([], [{"name": "f", "input_schema": {}}], [{"name": "f"}]),
+    "tool_choice": ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "f"}, {}, "auto"),
+    "system": ("Be brief.", [{"type": "text", "text": "Be brief."}], 1),
+    "output_config": ({"effort": "low"}, {"effort": "none"}),
+    "stop_sequences": (["x"], "x"),
+}
+
+
+def test_a_copy_of_messages_is_taken_exactly_where_the_body_is():
+    counts = {True: 0, False: 0}
+    least = {"model": "m", "messages": [{"role": "user", "content": "?"}], "max_tokens": 2000}
+    for count in range(4):
+        for names in itertools.combinations(OF_MESSAGES, count):
+            for values in itertools.product(*(OF_MESSAGES[name] for name in names)):
+                body = least | dict(zip(names, values, strict=True))
+                made, expected = APIS[MESSAGES].copy(body), is_of(AnthropicMessagesRequest, body)
+                if made is None:
+                    is_named = body.get("tool_choice") == {"type": "tool", "name": "f"}
+                    assert not expected or is_named, body
+                else:
+                    lends = {**made, "kv_transfer_params": REMOTE_DECODE}
+                    assert is_of(AnthropicMessagesRequest, lends) is expected, body
+                counts[expected] += 1
     assert min(counts.values()) > 500
