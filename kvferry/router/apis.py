@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from kvferry.router.copies import messages_copy, text_copy, tokens_copy
+from kvferry.router.copies import messages_copy, responses_copy, text_copy, tokens_copy
 from kvferry.router.replies import Reply
+from kvferry.serving.openai import MESSAGES, RESPONSES
 
 
 class Counts:
@@ -21,18 +22,20 @@ class Counts:
     tokens as cached, so the prefill engine's numbers replace its numbers.
     """
 
-    def __init__(self, place: str, cached: str, *others: str) -> None:
-        """Compiles the patterns of an API.
+    def __init__(self, details: str, cached: str, *others: str) -> None:
+        """Compiles the patterns of an API. In a generated text, the quotation marks would have
+        backslashes.
 
         Args:
-            place: name of the object that has the numbers; in a generated text, the quotation marks
-                around the name would have backslashes.
+            details: name of the object within the usage that has the numbers; empty for the usage.
             cached: name of the number of tokens from the cache.
             others: names of the other numbers, or lists of numbers, to replace.
         """
-        self._place, self._cached = place, cached
+        self._details, self._cached = details, cached
+        before = r"(?:[^{}]|\{[^{}]*\})*?" + rf'"{details}":\s*{{' if details else ""
+        found = rf'"usage":\s*{{{before}[^{{}}]*"{cached}":[^{{}}]*}}'
+        self._object = re.compile(found.encode())
         names = "|".join((cached, *others))
-        self._object = re.compile(rf'"{place}":\s*\{{[^{{}}]*"{cached}":[^{{}}]*\}}'.encode())
         self._numbers = re.compile(rf'"({names})":\s*(?:\d+|\[[^\]]*\])'.encode())
 
     def are_in(self, content: bytes) -> bool:
@@ -44,7 +47,7 @@ class Counts:
         has before its usage may be the client's own JSON, or the model's.
         """
         usage = reply.usage or {}
-        told = usage.get(self._place) or usage
+        told = usage.get(self._details) or usage
         if told.get(self._cached) is None:
             told = {**told, self._cached: reply.cached_tokens}
         if told[self._cached] is None:
@@ -60,8 +63,9 @@ class Counts:
 
 
 _OPENAIS = Counts("prompt_tokens_details", "cached_tokens", "created_cache_tokens")
-_ANTHROPICS = Counts(
-    "usage", "cache_read_input_tokens", "cache_creation_input_tokens", "input_tokens"
+_ANTHROPICS = Counts("", "cache_read_input_tokens", "cache_creation_input_tokens", "input_tokens")
+_RESPONSES = Counts(
+    "input_tokens_details", "cached_tokens", "cache_write_tokens", "cached_tokens_per_turn"
 )
 
 
@@ -76,6 +80,8 @@ class Api:
     """Number of events up to the first event with a part of the answer."""
     counts: Counts = _OPENAIS
     """Where an answer tells what was cached."""
+    breaks_off: bool = False
+    """Whether servers break a stream off, without an event, if they fail its request."""
     in_rooms: bool = True
     """Whether SGLang servers know the path; otherwise, beside an SGLang server a decode engine gets
     the body alone."""
@@ -87,7 +93,9 @@ APIS: Mapping[str, Api] = {
     "/v1/chat/completions": Api(partial(text_copy, is_chat=True), events=2),
     "/inference/v1/generate": Api(tokens_copy, in_rooms=False),
     # The first event contains only the role of the speaker, here too.
-    "/v1/messages": Api(messages_copy, events=2, counts=_ANTHROPICS, in_rooms=False),
+    MESSAGES: Api(messages_copy, events=2, counts=_ANTHROPICS, in_rooms=False),
+    # Two events say that the request has come.
+    RESPONSES: Api(responses_copy, events=3, counts=_RESPONSES, breaks_off=True, in_rooms=False),
 }
 """Path → API."""
 OTHER = Api(partial(text_copy, is_chat=False))

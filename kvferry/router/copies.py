@@ -87,6 +87,25 @@ class _ChangedMessages(msgspec.Struct):
     tool_choice: _Typed | None = None
 
 
+class _ClientsTool(msgspec.Struct):
+    """A tool that the client runs."""
+
+    type: Literal["function", "custom"]
+
+
+class _ChangedResponses(msgspec.Struct):
+    """The fields of a body of the Responses API that decide on its copy."""
+
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    tools: list[_ClientsTool] | None = None
+    request_id: str = ""
+    previous_response_id: None = None
+    truncation: Literal["disabled"] | None = None
+
+
 def text_copy(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any] | None:
     """The copy of a completion or a chat.
 
@@ -171,6 +190,30 @@ def messages_copy(body: Mapping[str, Any]) -> dict[str, Any] | None:
     if is_too_long or choice.type == "tool":
         return None
     return {**body, "max_tokens": 1, "stream": False}
+
+
+def responses_copy(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The copy of a body of OpenAI's Responses API. It has an id of its own, as servers make the
+    engine's id of this field.
+
+    Returns:
+        ``None`` if a decode engine should get the body alone: servers refuse the body; or the
+        answer belongs to the server that keeps it (``background``, ``previous_response_id``); or
+        the server itself runs a tool, so it computes several prompts; or the prompt depends on the
+        number of new tokens (``truncation``).
+
+    >>> responses_copy({"input": "a", "request_id": "b"})
+    {'input': 'a', 'max_output_tokens': 1, 'store': False, 'background': False, 'stream': False}
+    >>> responses_copy({"input": "a", "tools": [{"type": "mcp"}]})
+    """
+    try:
+        wanted = msgspec.convert(body, _ChangedResponses)
+    except msgspec.ValidationError:
+        return None
+    if wanted.background:
+        return None
+    kept = {name: value for name, value in body.items() if name != "request_id"}
+    return {**kept, "max_output_tokens": 1, "store": False, "background": False, "stream": False}
 
 
 def has_tokens_alone(path: str, body: Mapping[str, Any]) -> bool:

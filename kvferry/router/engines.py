@@ -20,6 +20,7 @@ from kvferry.control.give_backs import WORD, WORD_BYTES
 from kvferry.errors import KVFerryError
 from kvferry.observe.spans import RequestSpan
 from kvferry.router import engine_client
+from kvferry.router.apis import OTHER, Api
 from kvferry.router.engine_client import (
     NO_HEAD,
     UNSENT,
@@ -41,6 +42,8 @@ from kvferry.router.replies import (
     beginning,
     code_of,
     error_in,
+    is_stream,
+    reason_of,
     status_of,
 )
 from kvferry.serving import web
@@ -207,11 +210,11 @@ class Engine:
         method: str = "POST",
         *,
         once: bool = False,
-        events: int = 1,
+        api: Api = OTHER,
     ) -> Forwarded:
         """Sends a body unchanged, as a part of ``span``, and waits for the first bytes of the
-        answer, which may be a refusal; of a stream, for the first ``events`` events. The caller
-        must close the answer. With ``once`` the request must not arrive twice.
+        answer, which may be a refusal; of a stream, for the first events that ``api`` names. The
+        caller must close the answer. With ``once`` the request must not arrive twice.
 
         Raises:
             EngineDownError: the engine cannot be reached, went away, answers 503 or is not well.
@@ -222,7 +225,13 @@ class Engine:
             try:
                 if response.status >= 500:
                     await self._raise_for_status(response, await response.read())
-                first, error = await beginning(response, events)
+                try:
+                    first, error = await beginning(response, api.events)
+                except ClientError as broken:
+                    if not (api.breaks_off and is_stream(response)):
+                        raise
+                    failed = ApiError(500, f"its stream broke off: {reason_of(broken)}")
+                    first, error = b"", msgspec.json.encode(failed.body())
                 if error is not None:
                     said = error_in(error)
                     raise await self._failure(status_of(said), said, error, _OF_ERROR)

@@ -65,12 +65,10 @@ from kvferry.router.rooms import (
     why_unserved,
 )
 from kvferry.serving import web
-from kvferry.serving.openai import ApiError
+from kvferry.serving.openai import RESPONSES, ApiError
 
 _PROMPTS = ("prompt", "prompt_embeds", "text", "input_ids")
 """Fields of a prompt, or of several prompts."""
-_RESPONSES = "/v1/responses"
-"""The path on which servers run tools themselves."""
 _OF_CLIENTS = ("function", "custom")
 """Types of the tools that a client runs."""
 _BYTES_PER_TOKEN = 4
@@ -147,7 +145,7 @@ class BodyRequest(RoutedRequest[Forwarded]):
     @property
     def may_be_repeated(self) -> bool:
         """Whether no tool of the request runs in the server: such a tool may have done its work."""
-        if self.path != _RESPONSES or self.own is None:
+        if self.path != RESPONSES or self.own is None:
             return True
         body = _decoded(self.own)
         tools = body.get("tools") if isinstance(body, dict) else None
@@ -282,7 +280,7 @@ class BodyRequest(RoutedRequest[Forwarded]):
             self.head,
             self.method,
             once=not self.may_be_repeated,
-            events=self.api.events,
+            api=self.api,
         )
 
     @property

@@ -23,13 +23,13 @@ def _each(**paths: str) -> tuple[str, ...]:
 PATHS: Mapping[Answerer, tuple[str, ...]] = {
     Answerer.BOTH: _each(
         POST="""
-            /v1/completions /v1/chat/completions /v1/messages /inference/v1/generate
+            /v1/completions /v1/chat/completions /v1/messages /v1/responses /inference/v1/generate
             /generate
         """,
     ),
     Answerer.DECODE: _each(
         POST="""
-            /v1/chat/completions/batch /v1/responses /v1/systemone
+            /v1/chat/completions/batch /v1/systemone
             /v1/decisions /invocations /cohere/v2/chat
             /v1/audio/transcriptions /v1/audio/translations
         """,

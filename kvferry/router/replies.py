@@ -21,8 +21,9 @@ EVENT_END = b"\n\n"
 """End of an event in a stream."""
 _EVENT_ENDS = re.compile(rb"\r?\n\r?\n")
 """End of an event in a stream, also of servers that end a line with two characters."""
-_MOST_BEGINNING = 1 << 16
-"""Number of bytes after which a stream has begun, whatever its events are."""
+_MOST_BEGINNING = 1 << 20
+"""Number of bytes after which a stream has begun, whatever its events are. The first two events of
+a response repeat its instructions and its tools."""
 VLLM_LOAD_FAILED = "Internal server error"
 """The whole message of a vLLM server after a failed load under the policy ``fail``."""
 
@@ -143,6 +144,21 @@ class Computed(Reply):
         return told if isinstance(told, int) else None
 
 
+class _Failed(msgspec.Struct):
+    """A response of the Responses API that has failed."""
+
+    error: Refusal | None = None
+
+
+class _Event(Reply):
+    """An event of a stream, or a whole answer, that may be an error."""
+
+    type: str = ""
+    message: str | dict[str, Any] = ""
+    code: int | str | None = None
+    response: _Failed | None = None
+
+
 class Forwarded:
     """An engine's answer to a body in the client's own words. The reader closes the answer at the
     end.
@@ -239,7 +255,7 @@ async def beginning(response: Response, events: int) -> tuple[bytes, bytes | Non
     return first, errors[0] if errors else None
 
 
-class _Event(msgspec.Struct):
+class _Piece(msgspec.Struct):
     type: str = ""
     choices: list[dict[str, Any]] | None = None
 
@@ -255,7 +271,7 @@ def has_content(events: bytes) -> bool:
 
 def _has_content(payload: bytes) -> bool:
     try:
-        event = msgspec.json.decode(payload, type=_Event)
+        event = msgspec.json.decode(payload, type=_Piece)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return True  # the end of the stream, or no API of ours
     if event.type:  # of Anthropic's and Cohere's APIs, and of OpenAI's responses
@@ -276,11 +292,16 @@ def status_of(error: Refusal) -> int:
 
 
 def said_error(content: bytes) -> Refusal | None:
-    """The error in an answer of OpenAI's form; ``None`` if the answer has no error."""
+    """The error in an answer or an event of OpenAI's and Anthropic's APIs; ``None`` if there is
+    none.
+    """
     try:
-        return msgspec.json.decode(content, type=Reply).error
+        told = msgspec.json.decode(content, type=_Event)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    if told.type == "error" and told.error is None:
+        return Refusal(str(told.message), told.code)
+    return told.error or (told.response.error if told.response is not None else None)
 
 
 def error_in(content: bytes) -> Refusal:

@@ -148,7 +148,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
             told = ApiError(400, "the body is nested too deeply")
         case _:
             told = ApiError(500, f"internal error: {error!r}", code="internal_error")
-    response = json_response(told.body(request.scope["path"]), told.status)
+    response = json_response(told.body(request.scope.get("path", "")), told.status)
     if told.content is not None:
         response = Response(told.content, told.status)
     put_on(response, told.headers)
@@ -301,7 +301,7 @@ class EventStream(Response):
         except ApiError as error:
             if self._last is None:
                 await self._send_head(send)
-            end = _error_event(error, scope["path"], self._last or b"")
+            end = _error_event(error, scope.get("path", ""), self._last or b"")
         finally:
             self._on_end()
         await send({"type": "http.response.body", "body": end, "more_body": False})

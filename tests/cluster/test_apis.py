@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -119,7 +119,41 @@ MESSAGES = Form(
     silent=1,
     error={"type": "error", "error": {"type": "internal_error", "message": "as told"}},
 )
-FORMS = {form.path: form for form in (GENERATE, MESSAGES)}
+
+
+def _response(cached: int | None) -> dict[str, Any]:
+    """A response; ``None`` before it has a usage."""
+    tools = [{"type": "function", "name": "look", "parameters": COUNTED}]
+    told: dict[str, Any] = {"object": "response", "tools": tools, "usage": None}
+    if cached is not None:
+        per_turn = {"input_tokens_per_turn": [40], "cached_tokens_per_turn": [cached]}
+        details = {"cached_tokens": cached, "cache_write_tokens": 40 - cached, **per_turn}
+        told["usage"] = {"input_tokens": 40, "input_tokens_details": details, "output_tokens": 2}
+    return told
+
+
+COUNTED = {"example": {"input_tokens_details": {"cached_tokens": 1}}}
+TOOLS = [
+    {"type": "function", "name": "look", "parameters": COUNTED},
+    {"type": "custom", "name": "say"},
+]
+RESPONSES = Form(
+    path="/v1/responses",
+    body={"input": "?", "max_output_tokens": 9, "store": True, "tools": TOOLS, "request_id": "a"},
+    copy={"max_output_tokens": 1, "store": False, "background": False, "stream": False},
+    left_out=frozenset({"request_id"}),
+    answer=_response,
+    events=lambda cached: [
+        {"type": "response.created", "response": _response(None)},
+        {"type": "response.in_progress", "response": _response(None)},
+        {"type": "response.output_item.added", "item": {"type": "message"}},
+        {"type": "response.output_text.delta", "delta": "a"},
+        {"type": "response.completed", "response": _response(cached)},
+    ],
+    silent=2,
+    error=None,
+)
+FORMS = {form.path: form for form in (GENERATE, MESSAGES, RESPONSES)}
 
 
 @dataclass
@@ -294,6 +328,17 @@ ALONE = {
         {"max_tokens": "5"},
         {"stream": 1},
     ],
+    RESPONSES.path: [
+        {"background": True},
+        {"previous_response_id": "resp_1"},
+        {"tools": [{"type": "mcp", "server_label": "a"}]},
+        {"tools": [*TOOLS, {"type": "web_search"}]},
+        {"tools": "look"},
+        {"truncation": "auto"},
+        {"max_output_tokens": 0},
+        {"store": "perhaps"},
+        {"stream": "perhaps"},
+    ],
 }
 
 
@@ -330,6 +375,32 @@ def test_an_error_before_the_answer_has_the_prompt_computed_again(make, form, wa
     assert len(setup.prefill.bodies) == len(setup.decode.bodies) == 2
     if stream:
         assert answer.content == b"".join(form.stream(CACHED))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"type": "error", "message": "as told", "code": "server_error"},
+        {"type": "response.failed", "response": {"error": {"message": "as told"}}},
+    ],
+)
+def test_an_error_event_of_a_response_counts_as_a_stream_that_breaks_off(make, error):
+    """As OpenAI's own servers say it; vLLM's up to 0.32 break the stream off."""
+    setup = make(replace(RESPONSES, error=error))
+    setup.decode.fails = 1
+    assert setup.post(stream=True).content == b"".join(RESPONSES.stream(CACHED))
+    assert len(setup.prefill.bodies) == len(setup.decode.bodies) == 2
+
+
+def test_a_long_request_that_its_first_events_repeat_has_not_begun_with_them(make):
+    def events(cached: int) -> list[dict[str, Any]]:
+        created, going_on, *rest = RESPONSES.events(cached)
+        return [created | {"tools": "x" * 200_000}, going_on | {"tools": "x" * 200_000}, *rest]
+
+    setup = make(form := replace(RESPONSES, events=events))
+    setup.decode.fails = 1
+    assert setup.post(stream=True).content == b"".join(form.stream(CACHED))
+    assert len(setup.prefill.bodies) == 2
 
 
 @every_form

@@ -209,7 +209,7 @@ def test_a_prompt_whose_decode_server_is_well_and_fails_is_computed_again_twice(
     assert setup.post().status_code == 200
 
 
-@pytest.mark.parametrize(("path", "body"), [(CHAT, {"n": 2}), (RESPONSES, {"input": "a"})])
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"n": 2}), (RESPONSES, {"background": True})])
 def test_a_failure_of_a_well_server_without_a_loan_is_the_answer(make, path, body):
     setup = make(1, 2)
     setup.decode[0].fails = setup.decode[1].fails = ALWAYS

@@ -258,7 +258,7 @@ def test_a_form_with_a_file_goes_as_it_is(setup):
 
 
 def test_a_stream_of_another_path_is_relayed_byte_for_byte(setup):
-    answer = setup.client.post("/v1/responses", json={"stream": True})
+    answer = setup.client.post("/invocations", json={"stream": True})
     assert answer.content == b"event: a\ndata: {}\n\ndata: 1\n\n"
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
 
@@ -301,7 +301,7 @@ def test_headers_about_one_connection_and_the_routers_own_do_not_pass(setup):
         "accept-encoding": "br",
         "traceparent": "nonsense",
     }
-    setup.client.post("/v1/responses", json={}, headers=left_out)
+    setup.client.post("/v1/embeddings", json={}, headers=left_out)
     got = setup.asked[0].headers
     assert not {"x-mine", "keep-alive", "te", "proxy-authorization"} & got.keys()
     assert got["accept-encoding"] == "identity"
@@ -320,7 +320,7 @@ def test_headers_about_one_connection_and_the_routers_own_do_not_pass(setup):
 def test_a_key_that_the_router_judges_is_not_passed_on(make, settings, shown, passed):
     setup = make(**settings)
     headers = {"authorization": f"Bearer {shown}"}
-    setup.client.post("/v1/responses", json={}, headers=headers)
+    setup.client.post("/v1/embeddings", json={}, headers=headers)
     assert setup.asked[0].headers.get("authorization") == passed
 
 

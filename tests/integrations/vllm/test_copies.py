@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
     from vllm.exceptions import VLLMValidationError
 
@@ -238,5 +239,61 @@ def test_a_copy_of_messages_is_taken_exactly_where_the_body_is():
                 else:
                     lends = {**made, "kv_transfer_params": REMOTE_DECODE}
                     assert is_of(AnthropicMessagesRequest, lends) is expected, body
+                counts[expected] += 1
+    assert min(counts.values()) > 500
+
+
+# ---- responses -----------------------------------------------------------------------------------
+
+RESPONSES = "/v1/responses"
+OF_RESPONSES = {
+    "max_output_tokens": (None, 0, 1, 5, -1, "many"),
+    "stream": (None, False, True),
+    "store": (None, False, True, "perhaps"),
+    "background": (None, False, True),
+    "previous_response_id": (None, "resp_1"),
+    "truncation": (None, "disabled", "auto", "perhaps"),
+    "tools": (
+        [],
+        [{"type": "function", "name": "f", "parameters": {}}],
+        [{"type": "custom", "name": "f"}],
+        [{"type": "mcp", "server_label": "a"}],
+        [{"type": "function"}],
+    ),
+    "tool_choice": ("auto", "required", *({"type": "function", "name": name} for name in "fg")),
+    "text": ({"format": {"type": "json_object"}}, {"format": {"type": "perhaps"}}),
+    "structured_outputs": ({"regex": "a"},),
+    "include": (["message.output_text.logprobs"], ["perhaps"]),
+    "top_logprobs": (2, -1),
+    "temperature": (0, 3),
+    "reasoning": ({"effort": "low"}, {"effort": 1}),
+    "request_id": ("a", 1, None),
+}
+
+
+def is_response(body):
+    """Whether the request class, and the sampling parameters that it makes, take a body."""
+    try:
+        request = ResponsesRequest.model_validate(copy.deepcopy(body))
+        return bool(request.to_sampling_params(ROOM, {}))
+    except (VLLMValidationError, ValueError, TypeError, LookupError, AttributeError):
+        return False
+
+
+def test_a_copy_of_a_response_is_taken_exactly_where_the_body_is():
+    counts = {True: 0, False: 0}
+    for count in range(4):
+        for names in itertools.combinations(OF_RESPONSES, count):
+            for values in itertools.product(*(OF_RESPONSES[name] for name in names)):
+                body = {"input": "?"} | dict(zip(names, values, strict=True))
+                made, expected = APIS[RESPONSES].copy(body), is_response(body)
+                if made is None:
+                    is_kept = body.get("background") or body.get("previous_response_id")
+                    is_kept = is_kept or body.get("truncation") == "auto"
+                    is_kept = is_kept or "mcp" in str(body.get("tools"))
+                    assert not expected or is_kept, body
+                else:
+                    lends = {**made, "kv_transfer_params": REMOTE_DECODE}
+                    assert is_response(lends) is expected, body
                 counts[expected] += 1
     assert min(counts.values()) > 500
