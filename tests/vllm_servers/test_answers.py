@@ -5,6 +5,7 @@ thinks and calls tools because structured output leaves it no other words.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ KEY = "of one test run alone"
 SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 FIRST_SPECIAL = 257
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[assistant]"
+GRAMMARS = {"backend": "xgrammar", "enable_in_reasoning": True, "disable_any_whitespace": True}
 OPTIONS = (
-    *("--reasoning-parser", "deepseek_r1"),
+    # DeepSeek R1's parser, which a request can turn off.
+    *("--reasoning-parser", "holo2"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-    *("--structured-outputs-config", '{"backend": "xgrammar", "enable_in_reasoning": true}'),
-    "--enable-prompt-tokens-details",
+    *("--structured-outputs-config", json.dumps(GRAMMARS)),
+    *("--enable-prompt-tokens-details", "--enable-scale-out"),
 )
 ROUTERS = {
     "in turn": ("never", False),
@@ -83,6 +86,8 @@ def urls(request, servers, model, start_router, tmp_path_factory):
 # ---- what is asked -------------------------------------------------------------------------------
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES, GENERATE = "/v1/responses", "/v1/messages", "/inference/v1/generate"
+COUNTED = "/v1/messages/count_tokens"
 LIKELY = {str(FIRST_SPECIAL + place): 50 for place in range(len(SPECIAL))}
 THINKS = "<think>[a-z]{4,8}</think>"
 CALL = r'<tool_call>\{"name": "look", "arguments": \{"x": [0-9]\}\}</tool_call>'
@@ -105,6 +110,94 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": part} for part in
 GOES_ON = [{"role": "user", "content": "Six times 7?"}, {"role": "assistant", "content": "It is"}]
 NO_ANSWER_BEGINS = {"continue_final_message": True, "add_generation_prompt": False}
 
+SILENT = {"chat_template_kwargs": {"thinking": False}}
+MESSAGE_TOOL = {"name": "look", "input_schema": SCHEMA, "strict": True}
+MESSAGE_TOOLS = {"tools": [MESSAGE_TOOL], "max_tokens": 90, **SILENT}
+RESPONSE_TOOLS = {"tools": [{"type": "function", "name": "look", "parameters": SCHEMA}]}
+GREEDY = {"temperature": 0, "max_tokens": 12}
+
+
+def response_words(regex):
+    """The same as :func:`words`, for a response."""
+    said = words(regex)
+    return {"max_output_tokens": said.pop("max_tokens"), **said}
+
+
+TURNS = [
+    {"role": "user", "content": "Look!"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "Where?", "signature": "a"},
+            {"type": "tool_use", "id": "a", "name": "look", "input": {"x": 1}},
+        ],
+    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "7"}]},
+]
+AGENTS = {
+    "responses": (RESPONSES, {"max_output_tokens": 8, "instructions": "Count."}),
+    "responses that think": (RESPONSES, response_words(f"{THINKS}[0-9]{{2}}")),
+    "responses that call a tool": (RESPONSES, {**RESPONSE_TOOLS, **response_words(THINKS + CALL)}),
+    "responses that must call a tool": (
+        RESPONSES,
+        {**RESPONSE_TOOLS, "tool_choice": "required", "max_output_tokens": 90, **SILENT},
+    ),
+    "responses that must call this tool": (
+        RESPONSES,
+        {
+            **RESPONSE_TOOLS,
+            "tool_choice": {"type": "function", "name": "look"},
+            "max_output_tokens": 90,
+            **SILENT,
+        },
+    ),
+    "responses of a schema": (
+        RESPONSES,
+        {
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+            "max_output_tokens": 60,
+            **SILENT,
+        },
+    ),
+    "responses with log probabilities": (
+        RESPONSES,
+        {
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+            "max_output_tokens": 8,
+            **SILENT,
+        },
+    ),
+    "messages": (MESSAGES, {"system": "Count."}),
+    "messages that do not think": (MESSAGES, {"thinking": {"type": "disabled"}, **SILENT}),
+    "messages after a tool": (MESSAGES, {"messages": TURNS, "thinking": {"type": "adaptive"}}),
+    "messages that must call a tool": (
+        MESSAGES,
+        {**MESSAGE_TOOLS, "tool_choice": {"type": "any"}},
+    ),
+    "messages that must call this tool": (
+        MESSAGES,
+        {**MESSAGE_TOOLS, "tool_choice": {"type": "tool", "name": "look"}},
+    ),
+    "messages of a schema": (
+        MESSAGES,
+        {
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+            "max_tokens": 60,
+            **SILENT,
+        },
+    ),
+    "tokens": (GENERATE, {}),
+    "tokens of text": (GENERATE, {"output_mode": "text", "return_token_ids": True}),
+    "tokens with log probabilities": (
+        GENERATE,
+        {"sampling_params": {**GREEDY, "logprobs": 2, "min_tokens": 5}},
+    ),
+    "messages that are too long": (MESSAGES, {"max_tokens": 4000}),
+    "messages of no role": (MESSAGES, {"messages": [{"content": "?"}]}),
+    "responses of another model": (RESPONSES, {"model": "unknown"}),
+    "tokens that are too few": (GENERATE, {"token_ids": []}),
+}
 CASES = {
     "text": (COMPLETIONS, {}),
     "token ids": (COMPLETIONS, {"return_token_ids": True}),
@@ -127,10 +220,9 @@ CASES = {
     "chat that thinks": (CHATS, words(f"{THINKS}[0-9]{{2}}")),
     "chat that calls a tool": (CHATS, {"tools": TOOLS, **words(THINKS + CALL)}),
     "chat of a schema": (CHATS, {"response_format": RESPONSE_FORMAT, "max_tokens": 60}),
-    "responses": ("/v1/responses", {"max_output_tokens": 8}),
-    "messages": ("/v1/messages", {"model": "model"}),
+    **AGENTS,
     "tokenize": ("/tokenize", {}),
-    "tokens counted": ("/v1/messages/count_tokens", {"model": "model"}),
+    "tokens counted": (COUNTED, {"model": "model"}),
     "models": ("/v1/models", None),
     "version": ("/version", None),
 }
@@ -139,31 +231,51 @@ NO_STREAMS = {
     "chat that is too long",
     "another model",
     "two greedy answers",
+    "messages that are too long",
+    "messages of no role",
+    "responses of another model",
+    "tokens that are too few",
     "tokenize",
     "tokens counted",
 }
+ALONE = {"messages that must call this tool"}
+"""Those whose prompt the decode server computes."""
 STREAMS = [name for name, (_, body) in CASES.items() if body is not None and name not in NO_STREAMS]
 FORMS = [(name, False) for name in CASES] + [(name, True) for name in STREAMS]
 
 
 def body_of(path, body, text, *, stream):
     """A request; ``text`` is another one for each, so that nothing of it is cached anywhere."""
-    said = [{"role": "user", "content": text}]
-    if path in (COMPLETIONS, "/tokenize"):
-        asked = {"prompt": text}
-    else:
-        asked = {"input": text} if path == "/v1/responses" else {"messages": said}
-    if path != "/tokenize" and not path.endswith("count_tokens"):
-        limit = {} if path == "/v1/responses" else {"max_tokens": 12}
-        asked |= {"temperature": 0, "stream": stream, **limit}
-    if stream and path in (COMPLETIONS, CHATS):
+    chat = {"messages": [{"role": "user", "content": text}]}
+    limits = {"max_tokens": 12, "temperature": 0}
+    asked = {
+        COMPLETIONS: {"prompt": text, **limits},
+        "/tokenize": {"prompt": text},
+        COUNTED: chat,
+        RESPONSES: {"input": text, "temperature": 0, "max_output_tokens": 12},
+        MESSAGES: {"model": "model", **chat, **limits},
+        GENERATE: {"token_ids": [*text.encode()], "sampling_params": GREEDY},
+    }.get(path, {**chat, **limits})
+    if path not in ("/tokenize", COUNTED):
+        asked["stream"] = stream
+    if stream and path in (COMPLETIONS, CHATS, GENERATE):
         asked["stream_options"] = {"include_usage": True}
     return asked | body
 
 
+def unlike_others(request):
+    """A text of the test that begins unlike those of all others, so that nothing is cached."""
+    return request.node.name[::-1]
+
+
 # ---- what is compared ----------------------------------------------------------------------------
 
-CHANGES = frozenset({"id", "item_id", "created", "created_at", "signature", "system_fingerprint"})
+CHANGES = frozenset(
+    {
+        *("id", "item_id", "call_id", "request_id", "created", "created_at"),
+        *("signature", "system_fingerprint"),
+    }
+)
 """Fields that differ between any two answers, or servers of unlike options."""
 
 
@@ -258,13 +370,13 @@ def differences(lone, ours):
 @pytest.mark.parametrize(("name", "stream"), FORMS)
 def test_an_answer_has_the_fields_and_the_text_of_a_lone_servers(urls, request, name, stream):
     path, wanted = CASES[name]
-    text = f"{request.node.name}: what is six times seven?"
+    text = f"{unlike_others(request)}: what is six times seven?"
     body = None if wanted is None else body_of(path, wanted, text, stream=stream)
     lone, ours = (ask(url, path, body) for url in urls)
     assert differences(lone, ours) == {}
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, RESPONSES, MESSAGES, GENERATE])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_was_cached_is_told_as_by_a_lone_server(urls, request, path, stream):
     text = f"{request.node.name}: {'what is six times seven? ' * 12}"
@@ -272,7 +384,51 @@ def test_what_was_cached_is_told_as_by_a_lone_server(urls, request, path, stream
         body = body_of(path, {}, text + more, stream=stream)
         lone, ours = (ask(url, path, body) for url in urls)
         assert differences(lone, ours) == {}
-    assert '"cached_tokens":0' not in lone.text, "the second prompt has the first one's beginning"
+    told = re.findall(r'"(?:cached|cache_read_input)_tokens":(\d+)', lone.text) or [0]
+    assert max(map(int, told)) >= 64, "the second prompt has the first one's beginning"
+
+
+@pytest.mark.parametrize("name", [name for name in AGENTS if name not in {*NO_STREAMS, *ALONE}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_decode_server_loads_the_prompt(urls, servers, request, name, stream):
+    """Else it would have computed the prompt itself, and the answers above would show nothing."""
+    _, pair = servers
+    path, wanted = CASES[name]
+    text = f"{unlike_others(request)}: {'what is six times seven? ' * 12}"
+    wanted = {name: value for name, value in wanted.items() if name != "messages"}
+    loaded = pair.external_tokens()
+    assert ask(urls[1], path, body_of(path, wanted, text, stream=stream)).status_code == 200
+    assert pair.external_tokens() - loaded >= len(text) - 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_calls_a_tool_as_a_lone_servers_does(urls, request, stream):
+    """The random model often goes on with white space, so several are asked."""
+    path, wanted = CASES["messages that must call a tool"]
+    told = []
+    for count in range(16):
+        body = body_of(path, wanted, f"{count} {unlike_others(request)}", stream=stream)
+        lone, ours = (ask(url, path, body) for url in urls)
+        assert differences(lone, ours) == {}
+        told.append(lone.text)
+    assert any('"tool_use"' in text for text in told)
+
+
+def test_a_response_of_an_agents_turn_says_the_tool(servers):
+    """Else the cases with tools would compare answers without any."""
+    lone, _ = servers
+    for name, tool in {
+        "responses that call a tool": "function_call",
+        "responses that must call a tool": "function_call",
+        "responses that must call this tool": "function_call",
+    }.items():
+        path, wanted = CASES[name]
+        answer = ask(lone.url, path, body_of(path, wanted, name, stream=False)).json()
+        kinds = [part["type"] for part in answer["output" if path == RESPONSES else "content"]]
+        assert kinds[-1] == tool, (name, answer)
+    path, wanted = CASES["messages"]
+    answer = ask(lone.url, path, body_of(path, wanted, "?", stream=False)).json()
+    assert [part["type"] for part in answer["content"]] == ["thinking"]
 
 
 def test_the_cases_think_and_call_tools(servers):
