@@ -143,6 +143,9 @@ def slow_down(setup, engine):
     """From now on the router knows that an engine is slow, and no other engine counts as slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_client, "CONNECT_TIMEOUT_S", 0.1)
+        # A check that began before would wait for as long as this test does.
+        seen = engine.probes.total()
+        until(lambda: engine.probes.total() > seen + 1)
         engine.is_slow = True
         until(lambda: state(setup, engine.name) in ("slow", "down"))
     others = [(each, each.probes.total()) for each in setup.engines if not each.is_slow]
