@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "integrations": 4925,
     "layouts": 3655,
     "observe": 575,
-    "router": 5283,
+    "router": 5291,
     "serving": 1124,
     "testing": 3915,
     "topology": 2210,

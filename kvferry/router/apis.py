@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.router.copies import messages_copy, responses_copy, text_copy, tokens_copy
+from kvferry.router import copies
 from kvferry.router.replies import Reply
 from kvferry.serving.openai import MESSAGES, RESPONSES
 
@@ -78,6 +78,8 @@ class Api:
     ``None`` if a decode engine should get the body alone."""
     events: int = 1
     """Number of events up to the first event with a part of the answer."""
+    by_tokens: Callable[[Mapping[str, Any]], bool] = lambda _: False
+    """Whether a vLLM decode server needs only the token ids of a body's prompt."""
     counts: Counts = _OPENAIS
     """Where an answer tells what was cached."""
     breaks_off: bool = False
@@ -88,15 +90,19 @@ class Api:
 
 
 APIS: Mapping[str, Api] = {
-    "/v1/completions": Api(partial(text_copy, is_chat=False)),
+    "/v1/completions": Api(partial(copies.text_copy, is_chat=False)),
     # The first event of a chat contains only the role of the speaker.
-    "/v1/chat/completions": Api(partial(text_copy, is_chat=True), events=2),
-    "/inference/v1/generate": Api(tokens_copy, in_rooms=False),
+    "/v1/chat/completions": Api(
+        partial(copies.text_copy, is_chat=True), events=2, by_tokens=copies.has_text_alone
+    ),
+    "/inference/v1/generate": Api(copies.tokens_copy, in_rooms=False),
     # The first event contains only the role of the speaker, here too.
-    MESSAGES: Api(messages_copy, events=2, counts=_ANTHROPICS, in_rooms=False),
+    MESSAGES: Api(copies.messages_copy, events=2, counts=_ANTHROPICS, in_rooms=False),
     # Two events say that the request has come.
-    RESPONSES: Api(responses_copy, events=3, counts=_RESPONSES, breaks_off=True, in_rooms=False),
+    RESPONSES: Api(
+        copies.responses_copy, events=3, counts=_RESPONSES, breaks_off=True, in_rooms=False
+    ),
 }
 """Path → API."""
-OTHER = Api(partial(text_copy, is_chat=False))
+OTHER = Api(partial(copies.text_copy, is_chat=False))
 """API of every other path; only SGLang's ``/generate`` has a prefill engine."""

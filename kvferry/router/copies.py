@@ -68,6 +68,7 @@ class _Changed(msgspec.Struct):
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
     echo: bool | None = None
+    truncate_prompt_tokens: int | None = None
     use_beam_search: bool | None = None
 
 
@@ -93,14 +94,19 @@ class _ClientsTool(msgspec.Struct):
     type: Literal["function", "custom"]
 
 
-class _ChangedResponses(msgspec.Struct):
+class _WithTools(msgspec.Struct):
+    """A body of the Responses API of which the server runs no tool."""
+
+    tools: list[_ClientsTool] | None = None
+
+
+class _ChangedResponses(_WithTools):
     """The fields of a body of the Responses API that decide on its copy."""
 
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     stream: bool | None = None
     store: bool | None = None
     background: bool | None = None
-    tools: list[_ClientsTool] | None = None
     request_id: str = ""
     previous_response_id: None = None
     truncation: Literal["disabled"] | None = None
@@ -111,27 +117,27 @@ def text_copy(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any] | Non
 
     Returns:
         ``None`` if a decode engine should get the body alone: servers refuse the body, or sample no
-        token, or search with beams, for which servers lend no KV.
+        token, or search with beams, for which servers lend no KV; or they cut the prompt to a
+        length that depends on the number of new tokens.
 
     >>> text_copy({"prompt": "a", "max_tokens": 9, "min_tokens": 3}, is_chat=False)
     {'prompt': 'a', 'max_tokens': 1, 'min_tokens': 1, 'stream': False}
     >>> text_copy({"prompt": "a", "max_tokens": 9, "min_tokens": 10}, is_chat=False)
+    >>> text_copy({"messages": [], "truncate_prompt_tokens": -1}, is_chat=True)
     """
     try:
         wanted = msgspec.convert(body, _Changed)
     except msgspec.ValidationError:
         return None
-    most = wanted.max_tokens
-    if is_chat:
-        most = most if wanted.max_completion_tokens is None else wanted.max_completion_tokens
-    elif most is None:
+    most = most_new_tokens(body) if is_chat else wanted.max_tokens
+    if most is None and not is_chat:
         most = _DEFAULT_MAX_TOKENS
     if most is not None and (most < 1 or most < (wanted.min_tokens or 0)):
         return None
     # An object without fields is allowed without a stream.
     if body.get("stream_options") if not wanted.stream else wanted.prompt_logprobs:
         return None
-    if wanted.use_beam_search:
+    if wanted.use_beam_search or wanted.truncate_prompt_tokens == -1:
         return None
     left_out = ("stream_options", "prompt_logprobs")
     copy = {name: value for name, value in body.items() if name not in left_out}
@@ -216,7 +222,22 @@ def responses_copy(body: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**kept, "max_output_tokens": 1, "store": False, "background": False, "stream": False}
 
 
-def has_tokens_alone(path: str, body: Mapping[str, Any]) -> bool:
+def runs_tools(body: bytes) -> bool:
+    """Whether a server that gets this body of the Responses API may run a tool itself.
+
+    >>> runs_tools(b'{"input": "a", "tools": [{"type": "function"}]}')
+    False
+    >>> runs_tools(b'{"input": "a", "tools": [{"type": "mcp"}]}')
+    True
+    """
+    try:
+        msgspec.json.decode(body, type=_WithTools)
+    except msgspec.DecodeError:
+        return True
+    return False
+
+
+def has_text_alone(chat: Mapping[str, Any]) -> bool:
     """Whether the token ids of its prompt can stand for a chat. If so, a vLLM decode server that
     gets them renders no template, and no tokenizer runs a second time.
 
@@ -224,21 +245,23 @@ def has_tokens_alone(path: str, body: Mapping[str, Any]) -> bool:
     images and other media would be lost.
 
     >>> chat = {"messages": [{"role": "user", "content": "a"}]}
-    >>> has_tokens_alone("/v1/chat/completions", chat)
+    >>> has_text_alone(chat)
     True
-    >>> has_tokens_alone("/v1/chat/completions", chat | {"echo": True})
+    >>> has_text_alone(chat | {"echo": True})
     False
     """
-    if path != "/v1/chat/completions" or any(body.get(name) for name in _RENDERED):
+    if any(chat.get(name) for name in _RENDERED):
         return False
     try:
-        msgspec.convert(body.get("messages"), list[_Message])
+        msgspec.convert(chat.get("messages"), list[_Message])
     except msgspec.ValidationError:
         return False
     return True
 
 
-def most_new_tokens(body: Mapping[str, Any]) -> int:
-    """Maximum number of tokens that a chat asks for; 0 if the chat leaves it to the server."""
-    most = body.get("max_completion_tokens")
-    return (body.get("max_tokens") if most is None else most) or 0
+def most_new_tokens(chat: Mapping[str, Any]) -> int | None:
+    """Maximum number of tokens that a valid chat asks for; ``None`` if it leaves it to the
+    server.
+    """
+    most: int | None = chat.get("max_completion_tokens")
+    return chat.get("max_tokens") if most is None else most

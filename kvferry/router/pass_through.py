@@ -37,7 +37,7 @@ from starlette.responses import Response
 
 from kvferry.observe.spans import RequestSpan
 from kvferry.router.apis import APIS, OTHER, Api
-from kvferry.router.copies import has_tokens_alone, most_new_tokens
+from kvferry.router.copies import most_new_tokens, runs_tools
 from kvferry.router.engine_client import NO_HEAD
 from kvferry.router.engines import Engine
 from kvferry.router.hand_over import (
@@ -69,8 +69,6 @@ from kvferry.serving.openai import RESPONSES, ApiError
 
 _PROMPTS = ("prompt", "prompt_embeds", "text", "input_ids")
 """Fields of a prompt, or of several prompts."""
-_OF_CLIENTS = ("function", "custom")
-"""Types of the tools that a client runs."""
 _BYTES_PER_TOKEN = 4
 """Estimated number of bytes of a body per token; the router has no tokens of this body."""
 _ONE_TOKEN = {"stream": False, "max_tokens": 1}
@@ -145,12 +143,7 @@ class BodyRequest(RoutedRequest[Forwarded]):
     @property
     def may_be_repeated(self) -> bool:
         """Whether no tool of the request runs in the server: such a tool may have done its work."""
-        if self.path != RESPONSES or self.own is None:
-            return True
-        body = _decoded(self.own)
-        tools = body.get("tools") if isinstance(body, dict) else None
-        listed = tools if isinstance(tools, list) else []
-        return all(tool.get("type") in _OF_CLIENTS for tool in listed if isinstance(tool, dict))
+        return self.path != RESPONSES or self.own is None or not runs_tools(self.own)
 
     def pays_at_once(self, prefill: Engine, decode: Engine) -> bool:
         """Whether the prompt is probably long enough for two requests at the same time."""
@@ -180,6 +173,7 @@ class BodyRequest(RoutedRequest[Forwarded]):
             EngineFailedError: the engine failed the request and is well.
             ApiError: 502, the engine's answer does not decode.
         """
+        wants_ids = False
         if engine.needs_room:
             body = {**self.body, "stream": False}
             if self.body.get("stream"):
@@ -189,7 +183,8 @@ class BodyRequest(RoutedRequest[Forwarded]):
             if copy is None and self.joined is None:
                 return Reply()  # nothing is lent, so the decode engine gets the client's own body
             body = copy or {**self.body, **_ONE_TOKEN}
-            if self.joined is None and _is_vllm(engine) and has_tokens_alone(self.path, self.body):
+            wants_ids = self.joined is None and _is_vllm(engine) and self.api.by_tokens(self.body)
+            if wants_ids:
                 body["return_token_ids"] = True
         body.update(_LENDS if self.joined is None else self.joined.lends)
         forwarded = await self._forward(engine, body)
@@ -204,6 +199,8 @@ class BodyRequest(RoutedRequest[Forwarded]):
             raise ApiError(
                 502, f"prefill engine {engine.name!r}: its answer does not decode: {error}"
             ) from error
+        if not wants_ids:
+            reply.prompt_token_ids = msgspec.Raw()  # the client has asked for them
         # An engine that works in turn and lends nothing leaves the prompt to the decode engine.
         self.computed = reply if self.joined is not None or reply.kv_transfer_params else None
         return reply
@@ -245,11 +242,10 @@ class BodyRequest(RoutedRequest[Forwarded]):
         computed, longest = self.computed, engine.told.max_model_len
         if computed is None or computed.prompt_tokens is None or longest is None:
             return {}
-        if not (_is_vllm(engine) and has_tokens_alone(self.path, self.body)):
-            return {}  # also if the client has asked for the token ids
-        fits = computed.prompt_tokens + most_new_tokens(self.body) <= longest
+        fits = computed.prompt_tokens + (most_new_tokens(self.body) or 0) <= longest
         is_list = bytes(computed.prompt_token_ids).startswith(b"[")
-        return {"prompt_token_ids": computed.prompt_token_ids} if fits and is_list else {}
+        is_fit = fits and is_list and _is_vllm(engine)
+        return {"prompt_token_ids": computed.prompt_token_ids} if is_fit else {}
 
     def is_lost(self, error: ApiError, lent: Loan) -> bool:
         """Whether lent KV is useless for another decode engine after ``error`` of a decode engine.
