@@ -20,6 +20,7 @@ from kvferry.router.headers import HOP_BY_HOP, WRITTEN_TO_CLIENTS, WRITTEN_TO_SE
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.paths import PATHS
 from kvferry.router.prefixes import PrefixIndex
+from kvferry.router.queue import RequestQueue
 from kvferry.serving.metrics import EngineMetrics
 from tests.pages import text_of
 
@@ -59,7 +60,7 @@ def test_every_error_has_a_row_and_a_remedy_in_the_order_of_the_tree():
 
 def test_every_metric_of_the_router_has_a_row():
     assert set(first_cells("metric of the router")) == names_of(
-        RouterMetrics([], PrefixIndex()).registry
+        RouterMetrics([], PrefixIndex(), queue=RequestQueue({}, 1)).registry
     )
 
 

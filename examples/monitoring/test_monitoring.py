@@ -17,6 +17,7 @@ from kvferry.router.engines import Engine
 from kvferry.router.health import Told
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.prefixes import PrefixIndex
+from kvferry.router.queue import RequestQueue
 from kvferry.serving.messages import KVEventsPlace
 from kvferry.serving.metrics import EngineMetrics, RequestSummary
 
@@ -83,7 +84,7 @@ def series() -> dict[str, set[str]]:
     engine_of_router.health.told = Told(kv_events=place)
     index = PrefixIndex()
     index.follow([place])
-    router = RouterMetrics([engine_of_router], index)
+    router = RouterMetrics([engine_of_router], index, queue=RequestQueue({}, 1))
     router.prefix_tokens.labels("prefill")
     router.requests.labels("200").inc()
     router.errors.labels("aborted").inc()

@@ -222,6 +222,18 @@ def route(
     max_request_bytes: Annotated[
         int, typer.Option(min=1, help="Bytes in the body of a request. A longer body gets a 413.")
     ] = MAX_REQUEST_BYTES,
+    max_requests_per_server: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests at a server at a time. Further requests wait in a queue, by "
+            "X-Vllm-Priority and then in the order in which they came. None: no limit.",
+            show_default=False,
+        ),
+    ] = None,
+    max_queued_requests: Annotated[
+        int, typer.Option(min=0, help="Requests in the queue. A further request gets a 429.")
+    ] = 1000,
     workers: Annotated[
         int,
         typer.Option(
@@ -284,6 +296,8 @@ def route(
         drain_timeout_s=drain_timeout,
         max_connections=max_connections,
         max_request_bytes=max_request_bytes,
+        max_requests_per_server=max_requests_per_server,
+        max_queued_requests=max_queued_requests,
     )
     _set_up_logs(explain=explain)
     with contextlib.closing(listen(host, port, "router")) as listener:

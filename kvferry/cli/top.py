@@ -92,6 +92,10 @@ def picture(snapshot: Snapshot) -> RenderableType:
     """Drawing of a snapshot for people."""
     moment = dt.datetime.fromtimestamp(snapshot.time, dt.UTC).astimezone()
     parts: list[RenderableType] = [Text(f"{moment:%H:%M:%S}", style="dim"), _engines(snapshot)]
+    if (queue := snapshot.queue) is not None:
+        longest = f", the oldest for {seconds_text(queue.longest_s)}" if queue.waiting else ""
+        words = f"queue: {queue.waiting} requests wait{longest}; {queue.turned_away} turned away"
+        parts.append(Text(words))
     notes = [note for engine in snapshot.engines for note in _notes(engine)]
     parts += [Text(note, style="dim") for note in notes]
     for name, table in (
@@ -203,7 +207,8 @@ def _failures(snapshot: Snapshot) -> Table:
 
 
 def _requests(snapshot: Snapshot) -> Table:
-    table = _table("time", "request", "engines", title="Last requests", numbers=("took",))
+    numbers = ("waited", "took") if snapshot.queue is not None else ("took",)
+    table = _table("time", "request", "engines", title="Last requests", numbers=numbers)
     table.add_column("how")
     for request in snapshot.requests:
         _add_row(
@@ -211,6 +216,7 @@ def _requests(snapshot: Snapshot) -> Table:
             _clock(request.started),
             request.request_id,
             " → ".join(request.engines),
+            *([seconds_text(request.waited_s)] if snapshot.queue is not None else []),
             seconds_text(request.seconds),
             "goes on" if request.is_open else request.error or "over",
         )

@@ -330,6 +330,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     of the router's open-file limit."""
     max_request_bytes: int = 16 << 20
     """Maximum size of a request's body in bytes."""
+    max_requests_per_server: int | None = None
+    """Maximum number of requests at an engine; further requests wait in a queue. Null for no
+    limit."""
+    max_queued_requests: int = 1000
+    """Maximum number of requests that wait in the queue; a further request is refused (429)."""
     drain_timeout_s: float = 3.0
     """Maximum number of seconds for which running requests go on after SIGTERM."""
     workers: int = 1
@@ -347,11 +352,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"drain_timeout_s: {self.drain_timeout_s} is not a number of seconds, 0 or more"
             )
-        for field in ("max_connections", "max_request_bytes"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
-        if self.direct_tokens < 0:
-            raise ValueError(f"direct_tokens: {self.direct_tokens} is less than 0")
+        for field in ("max_connections", "max_request_bytes", "max_requests_per_server"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ValueError(f"{field}: {value} is less than 1")
+        for field in ("direct_tokens", "max_queued_requests"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field}: {getattr(self, field)} is less than 0")
         if not 1 <= self.workers <= MOST_WORKERS:
             raise ValueError(f"workers: {self.workers} is not 1 to {MOST_WORKERS}")
 

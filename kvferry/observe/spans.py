@@ -189,6 +189,7 @@ class RequestSpan:
         """Reason of the failure; empty if the request did not fail."""
         self._began = time.monotonic()
         self._ended: float | None = None
+        self._wait: RequestSpan | None = None
         self._spans = spans
         self._span: OtelSpan | None = None
         self.traceparent = parent or new_traceparent()
@@ -207,6 +208,20 @@ class RequestSpan:
     def seconds(self) -> float:
         """Seconds from the beginning to the end of the span, or to now."""
         return (time.monotonic() if self._ended is None else self._ended) - self._began
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in the router's queue, so far."""
+        return 0.0 if self._wait is None else self._wait.seconds
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A span for the request's time in the router's queue, until the block ends."""
+        self._wait = RequestSpan(self._spans, "queue", self.traceparent)
+        try:
+            yield
+        finally:
+            self._wait.end()
 
     @contextmanager
     def part(self, name: str, engine: str) -> Iterator[str]:

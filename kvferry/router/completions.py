@@ -25,6 +25,7 @@ from kvferry.router.hand_over import HandOver
 from kvferry.router.headers import Head
 from kvferry.router.members import Members
 from kvferry.router.metrics import RouterMetrics
+from kvferry.router.queue import QueuePlace, priority_of
 from kvferry.router.token_request import TokenRequest
 from kvferry.serving import web
 from kvferry.serving.messages import RouterSettings
@@ -142,9 +143,10 @@ class Completions:
         """A request for each choice of each prompt."""
         died: set[Engine] = set()
         count = len(prompts) * generation.n
+        priority = priority_of(head.headers, {})
         requests = []
         for index in range(count):
-            place, sample = divmod(index, generation.n)
+            nth, sample = divmod(index, generation.n)
             sampling = generation.sampling
             if sampling.seed is not None:
                 # Samples of one prompt under the same seed would all be the same.
@@ -156,7 +158,8 @@ class Completions:
                     died=died,
                     span=span,
                     head=head,
-                    prompt=tuple(prompts[place]),
+                    place=QueuePlace(priority),
+                    prompt=tuple(prompts[nth]),
                     sampling=sampling,
                     generation=generation,
                     chooser=self.chooser,

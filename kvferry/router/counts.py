@@ -1,14 +1,18 @@
 """Counts of the engines' current work, shared by several processes of a router."""
 
+import fcntl
 import mmap
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from kvferry.router.pace import COUNTS, Count
 
 SLOTS = 2048
 """Number of engines with counts: more than a router may have, because requests at forgotten engines
 may go on."""
+_OF_QUEUE = 2
+"""Number of further slots: the router's queue has as many counts as this number of engines."""
 _BYTES = 8
 
 
@@ -26,6 +30,7 @@ class CountTable:
         """Maps the memory behind a file descriptor from :meth:`make`; ``own`` is the index of this
         process.
         """
+        self._fd = fd
         self._memory = mmap.mmap(fd, _size(processes))
         self._cells = memoryview(self._memory).cast("q")
         self._processes = processes
@@ -47,6 +52,21 @@ class CountTable:
         firsts = [(slot * COUNTS + index) * self._processes for index in range(COUNTS)]
         return [Count(self._cells[first : first + self._processes], self._own) for first in firsts]
 
+    def of_queue(self) -> list[Count]:
+        """The counts of the router's queue."""
+        return [count for slot in range(SLOTS, SLOTS + _OF_QUEUE) for count in self.counts(slot)]
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps the other processes waiting that open this context. The lock ends with its
+        process.
+        """
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
     def free(self, taken: Collection[int]) -> int:
         """A slot without an engine, and preferably without current work. A slot is given again as
         late as possible: the tasks of its former engine read its counts for a moment more.
@@ -67,4 +87,4 @@ class CountTable:
 
 
 def _size(processes: int) -> int:
-    return SLOTS * COUNTS * processes * _BYTES
+    return (SLOTS + _OF_QUEUE) * COUNTS * processes * _BYTES

@@ -34,6 +34,7 @@ from kvferry.router.engine_client import NO_HEAD, ClientError
 from kvferry.router.engines import Engine
 from kvferry.router.headers import Head
 from kvferry.router.members import EnginePool, NoEngineError
+from kvferry.router.queue import QueuePlace, RequestQueue
 from kvferry.router.replies import (
     EngineDownError,
     EngineFailedError,
@@ -41,6 +42,7 @@ from kvferry.router.replies import (
     Reply,
 )
 from kvferry.router.rooms import Joined
+from kvferry.serving.messages import Role
 from kvferry.serving.openai import ApiError
 
 Told = TypeVar("Told")
@@ -182,6 +184,8 @@ class RoutedRequest(ABC, Generic[Told]):
     turn."""
     computing: asyncio.Task[Reply] | None = None
     """The prefill engine's work beside the decode engine; ``None`` if the engines work in turn."""
+    place: QueuePlace = field(default_factory=QueuePlace)
+    """The request's place in the queue."""
 
     # ---- differences between the kinds of requests ------------------------------------------
 
@@ -405,8 +409,34 @@ class HandOver:
     """Cluster key of the engines; ``None`` for engines without a key."""
     lapsed: Callable[[], object] = field(default=lambda: None, kw_only=True)
     """Called for each loan that no engine fetched and no engine took back."""
+    queue: RequestQueue | None = field(default=None, kw_only=True)
+    """Requests that wait for room at the engines; ``None`` if engines have no limit."""
+    waited: Callable[[float], object] = field(default=lambda _: None, kw_only=True)
+    """Called with the seconds for which a request was in the queue."""
 
-    async def run(self, request: RoutedRequest[Told]) -> AsyncGenerator[Told, None]:
+    def run(self, request: RoutedRequest[Told]) -> AsyncGenerator[Told, None]:
+        """Yields the parts of the client's answer as they come. The request waits in the queue
+        first, if there is one.
+
+        Raises:
+            ApiError: the queue is full; the request is refused or failed; or no engine is left.
+        """
+        if self.queue is None or request.place.priority is None:
+            return self._attempts(request)
+        return self._queued(request, self.queue)
+
+    async def _queued(
+        self, request: RoutedRequest[Told], queue: RequestQueue
+    ) -> AsyncGenerator[Told, None]:
+        """Runs the whole sequence as soon as the engines have room."""
+        needs: list[Role] = ["decode", "prefill"] if request.wants_prefill else ["decode"]
+        async with queue.waited(request.place, needs, request.span):
+            self.waited(request.span.waited_s)
+            async with aclosing(self._attempts(request)) as replies:
+                async for reply in replies:
+                    yield reply
+
+    async def _attempts(self, request: RoutedRequest[Told]) -> AsyncGenerator[Told, None]:
         """Runs the whole sequence, again and again as long as a new attempt may help.
 
         If an engine cannot be reached, another engine takes its place. The same holds for the first
@@ -529,6 +559,7 @@ class HandOver:
             # The loan was made for the chosen engine. If the chosen engine is down, its substitute
             # computes the prompt without the loan.
             borrowed = loan if engine is request.chosen[0] else Loan()
+            request.place.sent("prefill")
             try:
                 with unless_read(engine, request.engine_request_id):
                     reply = await request.compute(engine, borrowed.params)
@@ -553,6 +584,7 @@ class HandOver:
             engine = await request.pick(self.decode, first or request.chosen[1])
             if request.joined is not None and engine is not first and not engine.told.at_once:
                 raise StartAgainError
+            request.place.sent("decode")
             began = False
             try:
                 async with aclosing(request.draw(engine, lent.passed_on())) as replies:
@@ -582,6 +614,7 @@ class HandOver:
                 request.compute(prefill, borrowed.params)
             )
             replies = self._decode(request, lent, decode)
+            asyncio.get_running_loop().call_soon(request.place.sent, "prefill")
             # Another task may go on with the replies: the router gives up only requests without any
             # reply (`Engine.give_up`).
             beginning = asyncio.create_task(_next(replies))

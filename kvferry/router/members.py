@@ -12,7 +12,7 @@ requests, and all KV lent by the engine is fetched.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -28,6 +28,7 @@ from kvferry.router.health import EngineState
 from kvferry.router.lists import EngineList
 from kvferry.router.pace import Pace
 from kvferry.router.prefixes import PrefixIndex
+from kvferry.router.queue import RequestQueue
 from kvferry.serving.messages import EngineAddress, Role, RouterSettings
 from kvferry.serving.openai import ApiError
 
@@ -56,6 +57,8 @@ class EnginePool:
     """See :class:`~kvferry.config.RouterConfig`."""
     dispensable: bool = False
     """Whether the router can serve requests without an engine of this role."""
+    most_requests: int | None = None
+    """Maximum number of requests at an engine, if requests wait for room; otherwise ``None``."""
     engines: list[Engine] = field(default_factory=list)
     _next: int = 0
     """Index at which the next choice among equal engines starts."""
@@ -104,8 +107,11 @@ class EnginePool:
         return min(self.fit(tried) or self.slow(tried), key=order, default=None)
 
     def fit(self, tried: Collection[Engine] = ()) -> list[Engine]:
-        """Engines in good health that may get a request, beginning with the next engine in turn."""
-        return [engine for engine in self._in_turn(tried) if engine.status.healthy]
+        """Engines in good health that may get a request, beginning with the next engine in turn.
+        Engines without room are among them only if no engine has room.
+        """
+        fit = [engine for engine in self._in_turn(tried) if engine.status.healthy]
+        return [engine for engine in fit if self._room_at(engine)] or fit
 
     def slow(self, tried: Collection[Engine] = ()) -> list[Engine]:
         """Slow engines that may get a request if no engine is fit. A slow engine is not dead,
@@ -118,6 +124,19 @@ class EnginePool:
             return []
         slow = [each for each in self._in_turn(tried) if each.status.is_slow and each.told.is_known]
         return [engine for engine in slow if engine.status.down_s < self.outstanding_timeout_s]
+
+    def room(self) -> int | None:
+        """Number of requests that the engines would still take; ``None`` without a limit, or if no
+        engine may get a request: then waiting would not help.
+        """
+        engines = self.fit() or self.slow()
+        if self.most_requests is None or not engines:
+            return None
+        return sum(map(self._room_at, engines))
+
+    def _room_at(self, engine: Engine) -> int:
+        most = self.most_requests
+        return 1 if most is None else max(0, most - engine.outstanding)
 
     def _in_turn(self, tried: Collection[Engine]) -> list[Engine]:
         turn = self.engines[self._next :] + self.engines[: self._next]
@@ -175,6 +194,14 @@ class Members:
         outstanding_s = settings.outstanding_timeout_s
         self.decode = EnginePool("decode", outstanding_s)
         self.prefill = EnginePool("prefill", outstanding_s, settings.decode_only == "fallback")
+        for pool in (self.decode, self.prefill):
+            pool.most_requests = settings.max_requests_per_server
+        self.queue: RequestQueue | None = None
+        """Requests that wait for room; ``None`` if servers have no limit."""
+        if settings.max_requests_per_server is not None:
+            room: dict[Role, Callable[[], int | None]]
+            room = {"prefill": self.prefill.room, "decode": self.decode.room}
+            self.queue = RequestQueue(room, settings.max_queued_requests, table)
         for address in settings.engines:
             self.add(address)
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from kvferry.router.engines import Engine
 from kvferry.router.prefixes import PrefixIndex
+from kvferry.router.queue import RequestQueue
 from kvferry.serving import web
 from kvferry.serving.metrics import LATENCY_BUCKETS_S
 from kvferry.serving.openai import ApiError
@@ -39,12 +40,14 @@ class RouterMetrics:
         engines: Iterable[Engine],
         index: PrefixIndex | None = None,
         workers: Path | None = None,
+        queue: RequestQueue | None = None,
     ) -> None:
         """Makes the metrics.
 
         Args:
             engines: the router's engines.
             index: contents of the engines' prefix caches.
+            queue: requests that wait for room at the engines.
             workers: folder with the workers' counters; if given, the metrics are sums over the
                 workers.
         """
@@ -84,10 +87,13 @@ class RouterMetrics:
             "kvferry_router_loans_lapsed",
             "Loans that no engine fetched and no engine took back: they end with their leases",
         )
+        self.queue_s = histogram(
+            "kvferry_router_queue_seconds", "From the request to room at the servers that it needs"
+        )
         if workers is not None:
             self.registry = CollectorRegistry()
             MultiProcessCollector(self.registry, str(workers))  # type: ignore[no-untyped-call]
-        self.registry.register(_EngineGauges(engines, index))
+        self.registry.register(_EngineGauges(engines, index, queue))
 
     def failed(self, error: ApiError) -> None:
         """Counts a failed request."""
@@ -117,9 +123,12 @@ class RouterMetrics:
 class _EngineGauges(Collector):
     """Gauges read from the engines at each scrape."""
 
-    def __init__(self, engines: Iterable[Engine], index: PrefixIndex | None) -> None:
+    def __init__(
+        self, engines: Iterable[Engine], index: PrefixIndex | None, queue: RequestQueue | None
+    ) -> None:
         self._engines = engines
         self._index = index
+        self._queue = queue
 
     def collect(self) -> Iterable[Metric]:
         labels = ["engine", "role"]
@@ -140,6 +149,12 @@ class _EngineGauges(Collector):
             outstanding.add_metric([engine.name, engine.role], engine.outstanding)
             silent.add_metric([engine.name, engine.role], len(engine.told.silent_peers))
         yield from (info, up, outstanding, silent)
+        if self._queue is not None:
+            yield GaugeMetricFamily(
+                "kvferry_router_queue_waiting",
+                "Requests that wait for room at the servers",
+                value=self._queue.view().waiting,
+            )
         if self._index is None:
             return
         blocks = GaugeMetricFamily(

@@ -27,6 +27,10 @@ class Count:
         """Adds ``count``, which may be negative."""
         self.cells[self.own] += count
 
+    def put(self, count: int) -> None:
+        """Makes ``count`` the number of this process."""
+        self.cells[self.own] = count
+
     @property
     def total(self) -> int:
         """Sum over all processes."""

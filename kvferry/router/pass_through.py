@@ -48,7 +48,8 @@ from kvferry.router.hand_over import (
 )
 from kvferry.router.headers import Head
 from kvferry.router.members import EnginePool
-from kvferry.router.paths import SGLANGS
+from kvferry.router.paths import QUEUED, SGLANGS
+from kvferry.router.queue import QueuePlace, priority_of
 from kvferry.router.replies import (
     EVENT_END,
     Computed,
@@ -328,16 +329,20 @@ class PassThrough:
         # Engines beside SGLang servers do not know SGLang's own path.
         mixed = [pool for pool in pools if any(engine.needs_room for engine in pool.fit())]
         mixed = mixed if path == SGLANGS else []
+        fields: Mapping[str, Any] = {} if isinstance(body, bytes) else body
+        method = request.scope.get("method", "POST")
+        computes = method == "POST" and path in QUEUED
         unreached = {other for pool in mixed for other in pool.engines if not other.needs_room}
         asked = BodyRequest(
             request_id=span.request_id,
             unreached=unreached,
             path=path,
             died=set(),
-            body={} if isinstance(body, bytes) else body,
+            body=fields,
             own=body if isinstance(body, bytes) else None,
-            several="" if isinstance(body, bytes) else _several(body),
-            method=request.scope.get("method", "POST"),
+            several=_several(fields),
+            method=method,
+            place=QueuePlace(priority_of(head.headers, fields) if computes else None),
             patience=self.patience(),
             span=span,
             head=head,

@@ -76,6 +76,10 @@ PATHS: Mapping[Answerer, tuple[str, ...]] = {
 }
 """Way → methods and paths. Any other path is a 404."""
 
+QUEUED = frozenset(
+    each.partition(" ")[2] for way in (Answerer.BOTH, Answerer.DECODE) for each in PATHS[way]
+)
+"""Paths whose requests wait for room at the servers."""
 FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """Paths whose bodies are forms with files instead of JSON."""
 SGLANGS = "/generate"

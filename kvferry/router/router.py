@@ -106,13 +106,15 @@ class Router:
 
         self._operators = Operators(members, self._keys, drain or Drain(), tell_workers)
         folder = workers.folder if workers is not None else None
-        self._metrics = RouterMetrics(members, members.index, folder)
+        self._metrics = RouterMetrics(members, members.index, folder, members.queue)
         hand_over = HandOver(
             members.prefill,
             members.decode,
             at_once=settings.at_once,
             key=settings.cluster_key,
             lapsed=self._metrics.loans_lapsed.inc,
+            queue=members.queue,
+            waited=self._metrics.queue_s.observe,
         )
         patience = partial(web.Patience, settings.request_timeout_s, settings.idle_timeout_s)
         self._completions = None

@@ -24,6 +24,7 @@ from kvferry.control.messages import ErrorEvent, LeaseStatus, StatusReport, Tran
 from kvferry.engine.admission import DrainState
 from kvferry.observe.spans import RequestSpan
 from kvferry.router.engines import Engine
+from kvferry.router.queue import QueueView
 
 MOST_ROWS = 100
 """Maximum number of rows in a table of the snapshot; ``left_out`` has the number of further
@@ -138,6 +139,8 @@ class ShownRequest(msgspec.Struct, kw_only=True):
     engines: list[str]
     """Names of the engines asked, in order."""
     error: str
+    waited_s: float = 0.0
+    """Seconds in the router's queue, so far."""
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
@@ -156,6 +159,8 @@ class Snapshot(msgspec.Struct, kw_only=True):
     """Requests of the router, newest first."""
     left_out: dict[str, int]
     """Table → number of rows not shown; only tables with such rows."""
+    queue: QueueView | None = None
+    """The router's queue; ``None`` if engines have no limit."""
 
 
 # ---- metrics ------------------------------------------------------------------------------------
@@ -450,6 +455,7 @@ def request_view(span: RequestSpan) -> ShownRequest:
         is_open=span.is_open,
         engines=[_text(name) for name in span.engines],
         error=_text(span.error),
+        waited_s=span.waited_s,
     )
 
 

@@ -201,6 +201,8 @@ class ClusterWatch:
                 seen = [question.seen for question in asked.values()]
                 requests = told_elsewhere or self.last_requests()
                 snapshot = snapshot_of(seen, requests, rates, time.time())
+                queue = self._members.queue
+                snapshot.queue = None if queue is None else queue.view()
                 event = web.sse_event(snapshot)
                 made_s = loop.time() - making
                 self._next = loop.create_future()
