@@ -1,11 +1,15 @@
 """Whoever sets a machine's clock changes what is told, and nothing that is decided."""
 
 import ast
+import re
 from pathlib import Path
+
+import pytest
 
 import kvferry
 
 PACKAGE = Path(kvferry.__file__).parent
+TESTS = Path(__file__).parent
 
 #: Who reads the wall clock, and what for. Leases, heartbeats, time-outs and back-offs do not.
 READERS = {
@@ -45,6 +49,42 @@ def reads_the_wall_clock(source: str) -> bool:
         for alias in node.names
     }
     return bool(read & WALL_CLOCKS)
+
+
+def moves_the_clock_of_all(source: str) -> bool:
+    """Whether a test replaces a function of the module ``time`` itself, not a module's ``time``."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    patched = [
+        ast.unparse(call.args[0]).strip("'")
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "setattr" and call.args
+    ]
+    return any(re.search(r"(^|\.)time(\.\w+)?$", each) for each in patched)
+
+
+@pytest.mark.parametrize(
+    ("source", "moves"),
+    [
+        ('patch.setattr("kvferry.serving.metrics.time.monotonic", now)', True),
+        ('patch.setattr(time, "monotonic", now)', True),
+        ('patch.setattr(metrics.time, "monotonic", now)', True),
+        ('patch.setattr(metrics, "time", moved)', False),
+    ],
+)
+def test_a_clock_that_is_moved_for_all_is_found(source, moves):
+    assert moves_the_clock_of_all(source) == moves
+
+
+def test_no_test_moves_the_clock_of_all_threads():
+    """An event loop in another thread sets its timers by that clock, and sleeps for hours once the
+    right time is back.
+    """
+    found = [
+        str(path.relative_to(TESTS))
+        for path in TESTS.rglob("*.py")
+        if moves_the_clock_of_all(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
 
 
 def test_the_wall_clock_is_read_for_records_alone():

@@ -1,12 +1,14 @@
 """Names with escape sequences and line feeds: refused in a config, escaped where peers send."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from kvferry.config import EngineConfig, KVTransferConfig, ModelConfig, parse_struct
 from kvferry.errors import ConfigError
 from kvferry.observe.records import TransferRecord
+from kvferry.serving import metrics as metrics_module
 from kvferry.serving.metrics import PEER_KEPT_S, EngineMetrics
 from kvferry.testing.waiting import until
 
@@ -80,7 +82,7 @@ def test_the_labels_of_peers_that_nothing_is_loaded_from_any_more_are_dropped(mo
     metrics = EngineMetrics()
 
     def load(peer, at):
-        monkeypatch.setattr("kvferry.serving.metrics.time.monotonic", lambda: at)
+        monkeypatch.setattr(metrics_module, "time", SimpleNamespace(monotonic=lambda: at))
         metrics.count_transfer(
             TransferRecord(
                 request_id="r",
