@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.engine.engine import EngineStats
 from kvferry.engine.scheduler import SchedulerStats
-from kvferry.integrations.load_metrics import COUNTERS, HISTOGRAMS
+from kvferry.integrations.load_metrics import COUNTERS, GAUGES, HISTOGRAMS
 from kvferry.observe.records import TransferRecord
 from kvferry.router.engine_client import EngineClient
 from kvferry.router.engines import Engine
@@ -104,8 +104,9 @@ def series() -> dict[str, set[str]]:
     told = labels_of(router.registry, engine.registry)
     index.close()
     # vLLM is not installed here; its counters are built from these names.
-    for name in (f"vllm:{name}" for name, *_ in (*HISTOGRAMS.values(), *COUNTERS.values())):
-        for end in ("_total", "_bucket", "_sum", "_count"):
+    metrics = (*HISTOGRAMS.values(), *COUNTERS.values(), *GAUGES.values())
+    for name in (f"vllm:{name}" for name, *_ in metrics):
+        for end in ("", "_total", "_bucket", "_sum", "_count"):
             told[name + end] = {"le"}
     return told
 

@@ -51,6 +51,15 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
 """Field → metric and documentation."""
 
 
+GAUGES: Mapping[str, tuple[str, str]] = {
+    "open": (
+        "kvferry_open_requests",
+        "Requests that load KV or lend it. At 0 the server may be ended.",
+    ),
+}
+"""Field → metric and documentation. The last value counts."""
+
+
 def observations(record: TransferRecord) -> Mapping[str, float]:
     """Field of :data:`HISTOGRAMS` → value of a load; empty for a load that failed."""
     if not record.ok:

@@ -262,6 +262,8 @@ class RequestRecords:
         self._records: deque[RequestRecord] = deque()
         self._by_id: dict[str, RequestRecord] = {}
         self._undrawn: list[RequestRecord] = []
+        self._open: set[int] = set()
+        """Python's ids of the remembered records whose requests have not ended."""
 
     def begin(self, request: SeenRequest, *, loads: bool) -> RequestRecord:
         """Begins the record of a request that loads or lends its prompt. If several requests have
@@ -285,8 +287,10 @@ class RequestRecords:
             return record  # no trace could ask for the request, and the id may be of any length
         self._records.append(record)
         self._by_id[record.request_id] = record
+        self._open.add(id(record))
         if len(self._records) > REMEMBERED:
             oldest = self._records.popleft()
+            self._open.discard(id(oldest))
             if self._by_id.get(oldest.request_id) is oldest:
                 del self._by_id[oldest.request_id]
         return record
@@ -371,6 +375,7 @@ class RequestRecords:
         """Ends the record of a request. Idempotent."""
         if record.is_over:
             return
+        self._open.discard(id(record))
         self._is_drawn(record)
         record.request = None
         record.note("ended", self._clock() if at is None else at)
@@ -384,7 +389,7 @@ class RequestRecords:
 
     def num_open(self) -> int:
         """Number of remembered requests that have not ended. For any thread."""
-        return sum(not record.is_over for record in list(self._records))
+        return len(self._open)
 
     def find(self, request_id: str) -> tuple[int, tuple[RequestTrace, ...]]:
         """The number of known requests, and the records of an id, oldest first. For any thread.

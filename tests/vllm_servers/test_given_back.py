@@ -73,6 +73,22 @@ def test_a_decode_server_that_knows_no_such_model_gives_the_lease_back_and_moves
     assert not pair.decode.metrics()[EXTERNAL_TOKENS]
 
 
+def test_a_server_tells_until_when_it_lends(pair):
+    """What an operator looks at before the end of a server."""
+
+    def num_open():
+        return pair.prefill.metrics()["vllm:kvferry_open_requests"]
+
+    body = body_of("told while it is lent")
+    ticket = dict(pair.start(body["prompt"]))
+    until(lambda: num_open() == 1)
+    fetched = {**body, "kv_transfer_params": ticket}
+    answer = httpx.post(f"{pair.decode.url}/v1/completions", json=fetched, timeout=WAIT_S)
+    assert answer.status_code == 200, answer.text
+    until(lambda: num_open() == 0)
+    assert pair.decode.metrics()["vllm:kvferry_open_requests"] == 0
+
+
 def test_what_a_decode_server_refuses_goes_back(pair, url):
     before = released(pair)
     body = body_of(url, **REFUSED)

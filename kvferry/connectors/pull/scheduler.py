@@ -138,7 +138,7 @@ class PullScheduler(SchedulerConnector):
         self.client = client
         self.sources = sources
         self._spans = spans
-        self._records = RequestRecords(clock, spans)
+        self.records = RequestRecords(clock, spans)
         self._told_of_plain = False
         """Whether a request that no prefill engine has handled was logged."""
         self._step = PullMetadata()
@@ -152,7 +152,7 @@ class PullScheduler(SchedulerConnector):
             extra,
             client,
             sources.pursuits,
-            self._records,
+            self.records,
             self._counters,
             clock=clock,
             news=lambda: self._step,
@@ -165,7 +165,7 @@ class PullScheduler(SchedulerConnector):
             extra,
             server,
             tickets,
-            self._records,
+            self.records,
             self._counters,
             news=lambda: self._step,
             filled=self.borrower.filled,
@@ -248,8 +248,8 @@ class PullScheduler(SchedulerConnector):
         """
         self.description.begin(handshakes)
         self.server.set_transfers(self.borrower.statuses)
-        self.server.set_traces(self._records.find)
-        self.server.set_open(self._records.num_open)
+        self.server.set_traces(self.records.find)
+        self.server.set_open(self.records.num_open)
 
     # ---- caches that were let go --------------------------------------------------------------
 
@@ -313,12 +313,12 @@ class PullScheduler(SchedulerConnector):
                 self._told_of_plain = True
                 _warn_of_plain(request)
             return
-        record = self._records.begin(request, loads=loads)
+        record = self.records.begin(request, loads=loads)
         try:
             transfer = self.lender.tickets.transfer_of(params)
             lends = not loads or self.borrower.begin(request, record, transfer)
         except KVFerryError as error:
-            self._records.refused(record, error)
+            self.records.refused(record, error)
             raise
         if lends:
             self.lender.expect(request, transfer)
@@ -370,7 +370,7 @@ class PullScheduler(SchedulerConnector):
             keep, params = self.lender.request_finished(request, block_ids, filled, note)
         else:
             self.lender.drop(request)
-        self._records.finished(request, keep, params)
+        self.records.finished(request, keep, params)
         return keep, params
 
     def withdraw(self, request_id: str) -> bool:
@@ -409,7 +409,7 @@ class PullScheduler(SchedulerConnector):
 
     def _sweep(self) -> None:
         self.sources.pursuits.stepped()
-        self._records.look()
+        self.records.look()
         self.lender.sweep()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -419,7 +419,7 @@ class PullScheduler(SchedulerConnector):
             for rank, num_tokens in written.items():
                 self.server.written(lease_id, rank, num_tokens)
         for record in output.transfer_records:
-            self._records.add(record)
+            self.records.add(record)
             if record.ok and record.transport:
                 self.server.peers.loaded(record.peer, record.nbytes, record.transport)
             if record.direction == "send":

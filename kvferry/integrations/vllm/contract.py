@@ -60,6 +60,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     f"{_CONNECTOR}.base:KVConnectorWorkerMetadata": ("aggregate(other)",),
     f"{_CONNECTOR}.metrics:KVConnectorPromMetrics": (
         "_counter_cls",
+        "_gauge_cls",
         "_histogram_cls",
         "observe(transfer_stats_data, engine_idx)",
     ),

@@ -19,7 +19,7 @@ from kvferry.integrations.vllm.caches import CacheGroup, num_blocks_of
 from kvferry.integrations.vllm.config import transfer_config
 from kvferry.integrations.vllm.content import ContentKeys
 from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport
-from kvferry.integrations.vllm.stats import LoadStats
+from kvferry.integrations.vllm.stats import LoadStats, PendingStats
 from kvferry.integrations.vllm.views import Prompts, VllmBlocks, VllmRequest
 from kvferry.integrations.vllm.weights import EngineWeights
 from kvferry.topology import GroupGeometry
@@ -73,7 +73,7 @@ class SchedulerHalf:
         """Requests that could have been admitted in the last step but received no blocks."""
         self._overtaken: set[str] = set()
         """Requests that were loading when the weights changed."""
-        self._stats: LoadStats | None = None
+        self._pending_stats = PendingStats()
         hashed = compat.hashes_inputs(vllm_config)
         if not hashed:
             logger.warning(
@@ -120,7 +120,7 @@ class SchedulerHalf:
             return
         free, usable = compat.free_blocks(self._kv_cache_manager)
         if (lacks or free < usable // SPARE) and self._pull.lender.prefixes.withdraw_oldest():
-            self._news_for_stats().note_withdrawal()
+            self._pending_stats.stats.note_withdrawal()
 
     def open(self, handshakes: Iterable[RankHandshake]) -> None:
         """Starts the control channel; other engines may connect from then. Later calls only tell
@@ -278,7 +278,7 @@ class SchedulerHalf:
         params = request.kv_transfer_params or {}
         loads, lends = params.get("do_remote_prefill"), params.get("do_remote_decode")
         if not (loads or lends):
-            self._news_for_stats().note_plain()
+            self._pending_stats.stats.note_plain()
         if params.get("only_cached") and lends and not loads:  # contradictions are refused
             self._prepare_prefix(request)
         elif self._has_windows and lends and not _keeps_first_token(params):
@@ -370,12 +370,7 @@ class SchedulerHalf:
             error,
         )
         self._refused[request.request_id] = error
-        self._news_for_stats().note_refusal(type(error).__name__)
-
-    def _news_for_stats(self) -> LoadStats:
-        if self._stats is None:
-            self._stats = LoadStats()
-        return self._stats
+        self._pending_stats.stats.note_refusal(type(error).__name__)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See :meth:`PullScheduler.update_state_after_alloc`."""
@@ -431,7 +426,7 @@ class SchedulerHalf:
         view = self._view(request)
         keep, params = self.pull.request_finished(view, tables, view.note)
         if self._num_cached.pop(request.request_id, None) is not None and keep:
-            self._news_for_stats().note_prefix(view.num_computed_tokens)
+            self._pending_stats.stats.note_prefix(view.num_computed_tokens)
         return keep, params
 
     # ---- every step ---------------------------------------------------------------------------
@@ -481,9 +476,8 @@ class SchedulerHalf:
             compat.begin_anew(self._kv_cache_manager, self._loaded[request_id])
 
     def take_stats(self) -> LoadStats | None:
-        """Refusals and plain requests since the last call; ``None`` if there were none."""
-        stats, self._stats = self._stats, None
-        return stats
+        """Statistics since the last call; ``None`` if there is none."""
+        return self._pending_stats.take(self.pull.records.num_open())
 
     def has_pending_work(self) -> bool:
         """See :meth:`PullScheduler.has_pending_work`."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.integrations.load_metrics import COUNTERS, HISTOGRAMS, observations
+from kvferry.integrations.load_metrics import COUNTERS, GAUGES, HISTOGRAMS, observations
 from kvferry.integrations.vllm.compat import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -28,7 +28,8 @@ class LoadStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.data: dict[str, list[Any]] = {field: [] for field in (*HISTOGRAMS, *COUNTERS)}
+        fields = (*HISTOGRAMS, *COUNTERS, *GAUGES)
+        self.data: dict[str, list[Any]] = {field: [] for field in fields}
 
     def note_load(self, record: TransferRecord) -> None:
         """Notes a load that ended on a rank."""
@@ -40,6 +41,10 @@ class LoadStats(KVConnectorStats):
     def note_refusal(self, reason: str) -> None:
         """Notes a load that was refused before its start."""
         self.data["refused"].append(reason)
+
+    def note_open(self, count: int) -> None:
+        """Notes the current number of requests that load or lend."""
+        self.data["open"].append(count)
 
     def note_plain(self) -> None:
         """Notes a request without parameters."""
@@ -83,6 +88,31 @@ class LoadStats(KVConnectorStats):
         return not any(self.data.values())
 
 
+class PendingStats:
+    """Statistics of the scheduler half that vLLM has not taken yet."""
+
+    def __init__(self) -> None:
+        self._stats: LoadStats | None = None
+        self._told_open = 0
+
+    @property
+    def stats(self) -> LoadStats:
+        """The statistics for the next report."""
+        if self._stats is None:
+            self._stats = LoadStats()
+        return self._stats
+
+    def take(self, num_open: int) -> LoadStats | None:
+        """The statistics since the last report, with the number of open requests if it has changed;
+        ``None`` if there is no news.
+        """
+        if num_open != self._told_open:
+            self._told_open = num_open
+            self.stats.note_open(num_open)
+        stats, self._stats = self._stats, None
+        return stats
+
+
 class LoadMetrics(KVConnectorPromMetrics):
     """The statistics as Prometheus metrics."""
 
@@ -110,6 +140,18 @@ class LoadMetrics(KVConnectorPromMetrics):
             )
             for field, (name, text) in COUNTERS.items()
         }
+        self._gauges = {
+            field: create_metric_per_engine(
+                self._gauge_cls(
+                    name=PREFIX + name,
+                    documentation=text,
+                    multiprocess_mode="mostrecent",
+                    labelnames=labelnames,
+                ),
+                per_engine_labelvalues,
+            )
+            for field, (name, text) in GAUGES.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds the data of a :class:`LoadStats`."""
@@ -118,3 +160,6 @@ class LoadMetrics(KVConnectorPromMetrics):
                 histogram[engine_idx].observe(value)
         for field, counter in self._counters.items():
             counter[engine_idx].inc(len(transfer_stats_data[field]))
+        for field, gauge in self._gauges.items():
+            for value in transfer_stats_data[field][-1:]:
+                gauge[engine_idx].set(value)

@@ -167,6 +167,16 @@ def test_failures_and_refusals_are_counted_from_report_to_report(metrics, sample
     assert sample("failed_loads_total") == 0
 
 
+def test_the_last_number_of_open_requests_of_an_engine_counts(metrics, sample):
+    report = LoadStats()
+    report.note_open(2)
+    report.note_open(1)
+    metrics.observe(report.data, engine_idx=1)
+    metrics.observe(LoadStats().data, engine_idx=1)
+    assert sample("open_requests", OTHER_ENGINE) == 1
+    assert sample("open_requests") == 0
+
+
 def test_an_empty_report_changes_nothing(metrics, sample):
     metrics.observe(LoadStats().data)
     assert sample("load_seconds_count") == sample("failed_loads_total") == 0
