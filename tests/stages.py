@@ -24,7 +24,7 @@ ANEW = "ARGS=--hypothesis-profile anew"
 STAGES: dict[str, list[str]] = {
     "lint": ["lint"],
     "types": ["typecheck"],
-    "quick tests, covered": ["test", f"{ANEW} --cov --cov-report=term:skip-covered"],
+    "quick tests, covered": ["test", f"{ANEW} --cov --cov-append --cov-report=term:skip-covered"],
     "the rest": ["test-rest"],
     "vLLM": ["test-vllm"],
     **{f"vLLM {each}": ["test-vllm", "SHORT=1", f"VLLM={each}"] for each in VLLM_RELEASES},
@@ -91,6 +91,7 @@ def main() -> None:
         if stages.get(name, {}).get("exit_code") == 0:
             continue
         print(f"=== {name}: make {' '.join(arguments)}", flush=True)
+        Path(".coverage").unlink(missing_ok=True)  # of both calls of pytest, and of no earlier run
         stages[name] = run(arguments)
         RECORD.parent.mkdir(exist_ok=True)
         RECORD.write_text(json.dumps(record, indent=1))
