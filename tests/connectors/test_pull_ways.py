@@ -1,10 +1,13 @@
 """Placed or staged: the same cells, and nothing lands in blocks of others."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +33,7 @@ from kvferry.transports.shm import ShmTransport
 from kvferry.transports.staged import Staging
 from kvferry.transports.staging import StagingNumbers, StagingPool
 from tests.clock import Clock
-from tests.connectors.engines import pull_config
+from tests.connectors.engines import pull_config, pull_scheduler
 
 SOURCE, TARGET = small_geometry("HND", 4, tp=2), small_geometry("NHD", 6, pp=2)
 LARGE = EngineGeometry(
@@ -513,3 +516,28 @@ def test_a_dtype_that_the_target_would_round_is_refused_with_the_key_that_allows
     pair.finish(request)
     assert isinstance(request.error, IncompatibleError)
     assert "convert_dtype" in str(request.error)
+
+
+# ---- the end of a source -------------------------------------------------------------------------
+
+
+def test_a_source_that_is_read_slowly_is_ended_by_the_command_and_every_load_is_whole(
+    open_one: OpenPair, read_gate: ReadGate, tmp_path: Path
+) -> None:
+    pair, said = open_one(), tmp_path / "said"
+    read_gate.hold()
+    requests = [pair.decode(pair.prefill(f"r{number}", 21)) for number in range(3)]
+    address = pull_scheduler(pair.producer).address
+    command = [sys.executable, "-m", "kvferry.cli", "drain", address, "--wait"]
+    with said.open("w") as output, subprocess.Popen(command, stdout=output) as drain:
+        pair.run(lambda: "has 3 open requests" in said.read_text(), "what the command says")
+        pair.run(lambda: read_gate.held > 0, "a read")
+        assert drain.poll() is None
+        read_gate.release()
+        pair.run(lambda: drain.poll() is not None, "the end of the command")
+    assert drain.returncode == 0
+    assert said.read_text().endswith("may be stopped: it loads and lends nothing\n")
+    pair.producer.close()
+    run([pair.consumer], lambda: all(map(is_finished, requests)), timeout_s=WAIT_S, what="the end")
+    assert not any(request.error for request in requests)
+    assert all(request.external_tokens for request in requests)
