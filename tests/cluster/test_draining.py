@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
@@ -22,12 +23,12 @@ pytestmark = pytest.mark.processes
 NEVER = ("--drain-timeout", str(WAIT_S * 10))
 """No test waits for so long: a router that ends has ended before."""
 BY_TOKENS = {"prompt": "Hi", "temperature": 0, "max_tokens": 9}
-BODIES = [
+BODIES: list[Any] = [
     (COMPLETIONS, BY_TOKENS),
-    (COMPLETIONS, {"prompt": "Hi"}),  # passes through
+    pytest.param(COMPLETIONS, {"prompt": "Hi"}, marks=pytest.mark.slow),  # passes through
     (CHAT, {"messages": []}),
     (MESSAGES, {"messages": []}),
-    (RESPONSES, {"input": "Hi"}),
+    pytest.param(RESPONSES, {"input": "Hi"}, marks=pytest.mark.slow),
 ]
 
 

@@ -31,7 +31,8 @@ from tests.cluster.conftest import leave_path, router_process, running_router
 from tests.cluster.streams import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
 processes = pytest.mark.processes
-PATHS = [CHAT, COMPLETIONS, MESSAGES, RESPONSES, "/inference/v1/generate"]
+OTHERS = [COMPLETIONS, RESPONSES, "/inference/v1/generate"]
+PATHS = [CHAT, MESSAGES, *(pytest.param(path, marks=pytest.mark.slow) for path in OTHERS)]
 
 
 # ---- the order, without servers ------------------------------------------------------------------
