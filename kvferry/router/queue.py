@@ -16,12 +16,14 @@ has one that comes before.
 """
 
 import asyncio
+import bisect
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import compress
 from math import ceil
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -34,11 +36,12 @@ from kvferry.serving.openai import ApiError, try_again
 
 OLDEST_EACH = 8
 """One of this number of admitted requests is the one that has waited longest."""
-LOOK_INTERVAL_S = 0.005
+LOOK_INTERVAL_S = 0.002
 """Seconds between two looks for room while a request waits."""
 LONGEST_RETRY_S = 60
 """Maximum number of seconds after which a client that was turned away should try again."""
 _INT64 = 1 << 63
+_came = attrgetter("came")
 
 
 def priority_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> int:
@@ -122,8 +125,8 @@ class RequestQueue:
         """Role → admitted requests that no server of the role counts yet."""
         self._lock: Callable[[], AbstractContextManager[object]]
         self._lock = nullcontext if table is None else table.locked
-        self._waiting: dict[QueuePlace, None] = {}
-        """Waiting requests of this process, in the order in which they came."""
+        self._waiting: list[QueuePlace] = []
+        """Waiting requests of this process, in their order."""
         self._looking: asyncio.Task[None] | None = None
 
     def view(self) -> QueueView:
@@ -154,13 +157,13 @@ class RequestQueue:
             yield
         finally:
             if place in self._waiting:
-                del self._waiting[place]
-                self._publish()
+                self._remove(place)
             else:
                 place.sent("decode")
 
     def _enter(self, place: QueuePlace) -> None:
-        self._waiting[place] = None
+        bisect.insort(self._waiting, place, key=lambda each: each.order)
+        self._publish()
         self._admit()
         if place not in self._waiting:
             return
@@ -192,10 +195,8 @@ class RequestQueue:
     def _admit(self) -> None:
         """Admits requests of this process while it is their turn and there is room."""
         with self._lock():
-            self._publish()
             while (place := self._next()) is not None and self._has_room(place):
-                del self._waiting[place]
-                self._publish()
+                self._remove(place)
                 self._admitted.add(1)
                 for role in place.needs:
                     self._reserved[role].add(1)
@@ -213,14 +214,16 @@ class RequestQueue:
         """
         if not self._waiting:
             return None
-        oldest, first = next(iter(self._waiting)), self._first()
         if self._admitted.total % OLDEST_EACH == OLDEST_EACH - 1:
+            oldest = min(self._waiting, key=_came)
             is_next = oldest.came <= min(came for _, _, came in self._published())
             return oldest if is_next else None
+        first = self._waiting[0]
         return first if first.order <= min((a, b) for a, b, _ in self._published()) else None
 
-    def _first(self) -> QueuePlace:
-        return min(self._waiting, key=lambda each: each.order)
+    def _remove(self, place: QueuePlace) -> None:
+        self._waiting.remove(place)
+        self._publish()
 
     def _published(self) -> Iterator[tuple[int, int, int]]:
         """The order of the first request and the time of the oldest one, of each process in which
@@ -233,7 +236,7 @@ class RequestQueue:
         """Shows the other processes the requests that wait in this process."""
         self._num_waiting.put(len(self._waiting))
         if self._waiting:
-            first = self._first()
-            for count, number in zip((self._priority, self._came), first.order, strict=True):
-                count.put(number)
-            self._oldest.put(next(iter(self._waiting)).came)
+            priority, came = self._waiting[0].order
+            self._priority.put(priority)
+            self._came.put(came)
+            self._oldest.put(min(map(_came, self._waiting)))
