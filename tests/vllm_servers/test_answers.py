@@ -326,10 +326,12 @@ def stream_of(text):
         for place, value in pieces(event, event.get("type", "")):
             if isinstance(value, str) and place.endswith(PIECES):
                 gained[place] = gained.get(place, "") + value
+    # Servers leave the token out only if it comes alone: a busy server sends two tokens at once.
+    texts = [(place, text.removeprefix("<think>")) for place, text in gained.items()]
     return {
         "kinds": kinds,
         "fields": set(fields(events)),
-        "texts": list(gained.items()),
+        "texts": texts,
         "usage": [masked(event["usage"]) for event in events if event.get("usage")][-1:],
         "ends": text.rstrip().endswith("data: [DONE]"),
     }
