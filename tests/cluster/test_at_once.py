@@ -29,6 +29,7 @@ from kvferry.router.engines import Engine
 from kvferry.router.hand_over import HandOver, Loan
 from kvferry.router.health import Status, Told
 from kvferry.router.members import EnginePool, NoEngineError
+from kvferry.router.queue import QueuePlace, RequestQueue
 from kvferry.router.replies import EngineDownError, Reply
 from kvferry.router.token_request import TokenRequest
 from kvferry.serving.messages import Role
@@ -531,6 +532,25 @@ def test_each_token_reaches_the_client_once(at_once):
         return told + [token async for reply in replies for token in reply.token_ids]
 
     assert asyncio.run(play()) == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("at_once", ["never", "always"])
+def test_the_queue_counts_a_request_until_its_engines_do(at_once):
+    async def play():
+        _, decode = both = [CountingEngine(name, None) for name in ("prefill", "decode")]
+        queue = RequestQueue({"prefill": lambda: 1, "decode": lambda: 1}, 10)
+        request = request_of([1, 2])
+        request.place = QueuePlace(0)
+        replies = HandOver(*pools_of(*both), at_once=at_once, queue=queue).run(request)
+        await anext(replies)
+        is_sent = {"decode"} if at_once == "never" else set()
+        assert request.place.needs == is_sent
+        decode.gate.set()
+        await anext(replies)
+        assert request.place.needs == set()
+        await replies.aclose()
+
+    asyncio.run(play())
 
 
 # ---- reference engines of unequal shapes ---------------------------------------------------------
