@@ -253,7 +253,7 @@ def test_nothing_is_asked_again_after_the_first_event(make):
         ([{"type": "function", "name": "f"}], True),
         ([{"type": ["mcp"]}], False),
         (None, True),
-        (5, True),
+        (5, False),
     ],
 )
 def test_only_a_request_whose_tools_the_client_runs_goes_to_another_server(
