@@ -80,25 +80,33 @@ class Running:
     servers: list[Server]
 
     def ask(self, path=CHAT, stream=True, **body) -> Asked:
+        *_, decode = self.servers
+        before = len(decode.bodies)
         asked = Asked(self.url, path, {**body, "stream": stream})
-        if stream:
-            until(lambda: asked.content)
-        else:
-            until(lambda: any("stream" in body for body in self.servers[1].bodies))
+        until(lambda: asked.content if stream else len(decode.bodies) > before)
         return asked
 
     def signal(self, number=signal.SIGTERM):
         self.process.send_signal(number)
 
+    def answer(self, method, path, **body) -> httpx.Response:
+        """The answer of a worker that has something to do; one that has nothing may end just as it
+        takes a connection.
+        """
+
+        def answer():
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.request(
+                    method, self.url + path, json=body, timeout=WAIT_S, trust_env=False
+                )
+
+        return until(answer)
+
     def health(self):
-        # A worker that has nothing to do may end just as it takes this connection.
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/health", timeout=WAIT_S, trust_env=False)
-        return None
+        return self.answer("GET", "/health")
 
     def drains(self):
-        answer = self.health()
-        return answer is not None and answer.json()["status"] == "draining"
+        return self.health().json()["status"] == "draining"
 
 
 @contextlib.contextmanager
@@ -128,9 +136,9 @@ def test_a_router_that_drains_refuses_new_requests_and_ends_with_its_last_stream
         running.signal()
         until(running.drains)
         assert running.health().status_code == 503
-        refused = Asked(running.url, path, {**body, "stream": True})
-        told = json.loads(refused.whole())
-        assert (refused.status, refused.headers["connection"]) == (503, "close")
+        refused = running.answer("POST", path, **body, stream=True)
+        told = refused.json()
+        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
         assert int(refused.headers["retry-after"]) > 0
         assert "this router is draining; send the request again" in told["error"]["message"]
         if path == MESSAGES:
