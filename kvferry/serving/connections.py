@@ -2,13 +2,15 @@
 
 uvicorn waits without limit for a request that never becomes complete, and accepts connections until
 the process has no file descriptors left. Here, a connection without a request to answer is closed
-after a time limit. If too many connections have a request, a further request gets a 503. Further
+after a time limit. If too many connections have a complete request, a further request gets a 503,
+at its head or, if other requests became complete before its body, at the end of its body. Further
 connections are taken for such answers. If there are too many of these too, the longest-waiting
 connection is closed.
 """
 
 import asyncio
 import resource
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -25,9 +27,17 @@ TAKE_TIMEOUT_S = 60.0
 class Connections:
     """Makes the connections of a server; pass an instance as uvicorn's ``Config(http=...)``."""
 
-    def __init__(self, most: int, refusing: ASGIApp) -> None:
-        """``refusing`` answers the requests beyond the maximum number ``most``."""
+    def __init__(self, most: int, refusing: ASGIApp, too_late: Callable[[Any], None]) -> None:
+        """Makes a server's connections.
+
+        Args:
+            most: maximum number of connections that have a complete request.
+            refusing: answers a request whose head comes beyond this number.
+            too_late: marks the scope of a request whose application runs already, but whose body
+                ends beyond this number.
+        """
         self.refusing = refusing
+        self.too_late = too_late
         files = _raise_file_limit()
         self.most = max(8, min(most, files // 4))
         """Maximum number of connections that have a request; engines and the process itself need
@@ -62,7 +72,7 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not (bool(self.cycle) and not self.cycle.response_complete):  # a new request
-            self._is_refused = len(self.connections) - len(self._all.waiting) >= self._all.most
+            self._is_refused = self._is_full()
             self.app = self._all.refusing if self._is_refused else self._own_app
         super().data_received(data)
         self._note()
@@ -78,6 +88,7 @@ class _Connection(H11Protocol):
             self.transport.close()
 
     def on_response_complete(self) -> None:
+        self._is_refused = False
         super().on_response_complete()
         self._note()
 
@@ -99,11 +110,19 @@ class _Connection(H11Protocol):
         if asked and not self.flow.write_paused:
             self._wait(None)  # the reader of the body has a time limit of its own
         if asked and not self.cycle.more_body and not self._is_refused:
-            self._all.waiting.pop(self, None)
+            if self in self._all.waiting and self._is_full():
+                self._is_refused = True
+                self._all.too_late(self.scope)
+            else:
+                self._all.waiting.pop(self, None)
         elif not self.transport.is_closing():
             self._all.waiting.setdefault(self)
             if self._timer is None and not asked:
                 self._wait(HEAD_TIMEOUT_S)
+
+    def _is_full(self) -> bool:
+        """Whether as many other connections as possible have a complete request."""
+        return len(self.connections) - len(self._all.waiting) >= self._all.most
 
     def _wait(self, timeout_s: float | None) -> None:
         if self._timer is not None:

@@ -43,6 +43,10 @@ MAX_REQUEST_BYTES = 16 << 20
 """Default maximum length of a body in bytes."""
 
 
+_REFUSAL = "kvferry.refusal"
+"""Key in the scope of a request: the error that its body's reader raises at the end of the body."""
+
+
 class BodyReader:
     """Reads request bodies of a server, with limits for each body and for all bodies together."""
 
@@ -63,7 +67,8 @@ class BodyReader:
         """Reads the body.
 
         Raises:
-            ApiError: 408, too slow; 413, too long; 503, too many bytes of all requests.
+            ApiError: 408, too slow; 413, too long; 503, too many bytes of all requests, or too many
+                requests that became complete before this one.
         """
         body = bytearray()
         try:
@@ -72,6 +77,8 @@ class BodyReader:
                     self.held += len(chunk)
                     body += chunk
                     self._check(len(body))
+            if (refusal := request.scope.get(_REFUSAL)) is not None:
+                raise refusal
             return bytes(body)
         except TimeoutError:
             message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
@@ -388,17 +395,24 @@ async def serve(
 
     from kvferry.serving.connections import Connections
 
-    async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].startswith(OWN_PATHS):  # a server that has much to do is well
-            await app(scope, receive, send)
-            return
+    def busy() -> ApiError:
         message = (
             f"{connections.most} requests are being answered, as many as --max-connections "
             "(max_connections) and the limit of open files allow; send the request again"
         )
-        await refuse(try_again(message, "busy"), scope, receive, send)
+        return try_again(message, "busy")
 
-    connections = Connections(max_connections, refusing)
+    async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(OWN_PATHS):  # a server that has much to do is well
+            await app(scope, receive, send)
+            return
+        await refuse(busy(), scope, receive, send)
+
+    def too_late(scope: Scope) -> None:
+        if not scope["path"].startswith(OWN_PATHS):
+            scope[_REFUSAL] = busy()
+
+    connections = Connections(max_connections, refusing, too_late)
     config = uvicorn.Config(
         app,
         http=connections,  # type: ignore[arg-type] # it is called like the class

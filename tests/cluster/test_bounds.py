@@ -70,6 +70,31 @@ def test_of_40_clients_20_are_served_and_20_are_told_to_come_again(bounded):
     assert post(url)[0] == 200
 
 
+def test_bodies_that_end_beyond_the_bound_are_refused_too(bounded):
+    server, url = bounded
+    server.goes_on.clear()
+    server.bodies.clear()
+    place, body = httpx.URL(url), json.dumps({"messages": []}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for _ in range(MOST + 5):
+            client = socket.create_connection((place.host, place.port), timeout=WAIT_S)
+            clients.append(stack.enter_context(client))
+            client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode())
+            assert client.recv(99).startswith(b"HTTP/1.1 100")  # the router waits for the body
+        pool = stack.enter_context(ThreadPoolExecutor(len(clients)))
+        for client in clients:
+            client.sendall(body)
+        asked = [pool.submit(client.recv, 9999) for client in clients]
+        until(lambda: len(server.bodies) + sum(each.done() for each in asked) == len(clients))
+        server.goes_on.set()
+        told = sorted(each.result(WAIT_S) for each in asked)
+
+    assert [each[:12] for each in told] == [b"HTTP/1.1 200"] * MOST + [b"HTTP/1.1 503"] * 5
+    assert all(b"\r\nretry-after: 1\r\n" in each for each in told[MOST:])
+
+
 def test_a_long_body_beyond_the_bound_is_answered_and_not_cut(full):
     url, _ = full
 

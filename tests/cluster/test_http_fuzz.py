@@ -277,7 +277,7 @@ class Hostile:
     """That speak at once."""
 
     def __init__(self, app, seed):
-        self._connections = Connections(1000, app)
+        self._connections = Connections(1000, app, lambda _: None)
         self._config = uvicorn.Config(
             app,
             http=self._connections,  # type: ignore[arg-type] # it is called like the class
