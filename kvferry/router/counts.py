@@ -11,8 +11,10 @@ from kvferry.router.pace import COUNTS, Count
 SLOTS = 2048
 """Number of engines with counts: more than a router may have, because requests at forgotten engines
 may go on."""
-_OF_QUEUE = 2
-"""Number of further slots: the router's queue has as many counts as this number of engines."""
+_QUEUE_SLOTS = 2
+"""Number of further slots, for the counts of the router's queue."""
+QUEUE_COUNTS = _QUEUE_SLOTS * COUNTS
+"""Number of counts of the router's queue."""
 _BYTES = 8
 
 
@@ -54,7 +56,7 @@ class CountTable:
 
     def of_queue(self) -> list[Count]:
         """The counts of the router's queue."""
-        return [count for slot in range(SLOTS, SLOTS + _OF_QUEUE) for count in self.counts(slot)]
+        return [count for slot in range(SLOTS, SLOTS + _QUEUE_SLOTS) for count in self.counts(slot)]
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -87,4 +89,4 @@ class CountTable:
 
 
 def _size(processes: int) -> int:
-    return (SLOTS + _OF_QUEUE) * COUNTS * processes * _BYTES
+    return (SLOTS + _QUEUE_SLOTS) * COUNTS * processes * _BYTES

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from kvferry.observe.spans import RequestSpan
-from kvferry.router.counts import CountTable
+from kvferry.router.counts import QUEUE_COUNTS, CountTable
 from kvferry.router.pace import Count
 from kvferry.serving.messages import Role
 from kvferry.serving.openai import ApiError, try_again
@@ -118,7 +118,7 @@ class RequestQueue:
         """
         self._room = room
         self._most_waiting = most_waiting
-        counts = [Count() for _ in range(8)] if table is None else table.of_queue()
+        counts = [Count() for _ in range(QUEUE_COUNTS)] if table is None else table.of_queue()
         self._num_waiting, self._priority, self._came, self._oldest, *others = counts
         self._admitted, self._turned_away, in_prefill, in_decode = others
         self._reserved: dict[Role, Count] = {"prefill": in_prefill, "decode": in_decode}
@@ -178,11 +178,8 @@ class RequestQueue:
             f"{self._most_waiting} requests wait for a server already (--max-queued-requests, "
             "max_queued_requests); send the request again later"
         )
-        error = try_again(message, "queue_full")
-        error.status = 429
-        retry_s = min(ceil(self.view().longest_s), LONGEST_RETRY_S)
-        error.headers = [(b"retry-after", b"%d" % max(1, retry_s))]
-        return error
+        after_s = max(1, min(ceil(self.view().longest_s), LONGEST_RETRY_S))
+        return try_again(message, "queue_full", status=429, after_s=after_s)
 
     async def _look(self) -> None:
         """Admits requests as servers get room, as long as a request waits. Servers come and go, and

@@ -82,10 +82,10 @@ class ApiError(Exception):
         }
 
 
-def try_again(message: str, code: str) -> ApiError:
-    """The error 503 for a client that should send its request again a moment later."""
-    error = ApiError(503, message, code=code)
-    error.headers = [(b"retry-after", b"1")]
+def try_again(message: str, code: str, status: int = 503, after_s: int = 1) -> ApiError:
+    """The error for a client that should send its request again after this number of seconds."""
+    error = ApiError(status, message, code=code)
+    error.headers = [(b"retry-after", b"%d" % after_s)]
     return error
 
 
