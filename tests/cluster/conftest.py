@@ -25,6 +25,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvferry.cluster.engine_server import EngineServer
+from kvferry.cluster.launcher import Cluster
+from kvferry.config import ClusterConfig
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.weights_sources import write_tiny_tokenizer
@@ -47,6 +49,15 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_client, "CONNECT_TIMEOUT_S", WAIT_S)
     monkeypatch.setattr(health, "CHANNEL_S", WAIT_S)
     monkeypatch.setattr(members, "MEETING_WAIT_S", WAIT_S)
+
+
+@contextlib.contextmanager
+def running_cluster(config: ClusterConfig, folder: Path) -> Iterator[Cluster]:
+    """The cluster of this configuration, with its logs and its cache under the folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVFERRY_CACHE", str(folder / "cache"))
+        with Cluster.open(config, logs=folder / "logs", timeout_s=WAIT_S) as cluster:
+            yield cluster
 
 
 @contextlib.contextmanager

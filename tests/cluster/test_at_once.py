@@ -15,7 +15,6 @@ import msgspec
 import pytest
 import torch
 
-from kvferry.cluster.launcher import Cluster
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.control.client import fetch_status
 from kvferry.control.tickets import read_transfer
@@ -35,7 +34,7 @@ from kvferry.router.token_request import TokenRequest
 from kvferry.serving.messages import Role
 from kvferry.serving.openai import ApiError, parse_completion
 from kvferry.testing.waiting import WAIT_S, until
-from tests.cluster.conftest import leave
+from tests.cluster.conftest import leave, running_cluster
 
 KEY = b"k" * 32
 CONTROL = "127.0.0.1:14579"
@@ -589,11 +588,8 @@ def cluster(tmp_path_factory, request):
             "router": {"port": 0, "at_once": "always"},
         }
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVFERRY_CACHE", str(tmp_path_factory.mktemp("cache")))
-        logs = tmp_path_factory.mktemp("logs")
-        with Cluster.open(config, logs=logs, timeout_s=WAIT_S) as cluster:
-            yield cluster
+    with running_cluster(config, tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
 
 
 def answer_of(cluster, prompt):

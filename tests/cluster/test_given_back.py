@@ -19,13 +19,12 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvferry.cluster.launcher import Cluster
 from kvferry.config import ClusterConfig
 from kvferry.control.give_backs import word_in
 from kvferry.control.leases import Lease, LeaseTable
 from kvferry.control.server import ControlServer
 from kvferry.testing.waiting import WAIT_S, until
-from tests.cluster.conftest import leave, running_router, wait_until_healthy
+from tests.cluster.conftest import leave, running_cluster, running_router, wait_until_healthy
 
 pytestmark = pytest.mark.processes
 
@@ -61,11 +60,8 @@ def cluster(tmp_path_factory):
             "router": {"port": 0},
         }
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVFERRY_CACHE", str(tmp_path_factory.mktemp("cache")))
-        logs = tmp_path_factory.mktemp("logs")
-        with Cluster.open(config, logs=logs, timeout_s=WAIT_S) as cluster:
-            yield cluster
+    with running_cluster(config, tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
 
 
 def leave_early(url, seed):

@@ -9,7 +9,6 @@ import httpx
 import pytest
 import torch
 
-from kvferry.cluster.launcher import Cluster
 from kvferry.cluster.preflight import cluster_key
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.engine.builder import build_engine
@@ -21,6 +20,7 @@ from kvferry.router.prefixes import Prompt
 from kvferry.router.router import Router
 from kvferry.serving.messages import EngineAddress, RouterSettings
 from kvferry.testing.waiting import WAIT_S, until
+from tests.cluster.conftest import running_cluster
 
 pytestmark = pytest.mark.processes
 
@@ -50,11 +50,8 @@ def cluster(tmp_path_factory):
             "router": {"port": 0, "explain": True},
         }
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVFERRY_CACHE", str(tmp_path_factory.mktemp("cache")))
-        logs = tmp_path_factory.mktemp("logs")
-        with Cluster.open(config, logs=logs, timeout_s=WAIT_S) as cluster:
-            yield cluster
+    with running_cluster(config, tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
 
 
 class Conversation:
