@@ -37,11 +37,11 @@ PARTS = {
     "vllm": "vllm_gpu.json",
 }
 """Part → the file of its results."""
-_KERNEL_TESTS = ("tests/layouts", "-k", "triton")
+KERNEL_TESTS = ("tests/layouts", "-k", "triton")
 """They run on a GPU where there is one, and else under the interpreter."""
 PAIR_ROUNDS = 3
 """Largest number of rounds of pairs of vLLM servers; a round takes about a minute."""
-_TESTS = {"kernels": _KERNEL_TESTS, "tests": ("-m", "gpu")}
+_TESTS = {"kernels": KERNEL_TESTS, "tests": ("-m", "gpu")}
 
 _TOKENS_PER_REQUEST = 512
 
@@ -95,7 +95,7 @@ def main(
         return
     if not torch.cuda.is_available():
         run.say("no GPU here: the kernels run under Triton's interpreter, nothing is timed")
-        raise typer.Exit(_run_tests(_KERNEL_TESTS, interpret=True))
+        raise typer.Exit(_run_tests(KERNEL_TESTS, interpret=True))
     parts = chosen_parts(only, out if go_on else None)
     failed = 0
     for part in parts:

@@ -90,5 +90,5 @@ def test_without_a_gpu_only_the_interpreter_runs_and_it_is_said(monkeypatch, cap
     with pytest.raises(typer.Exit) as end:
         gpu.main(rounds=1, out=tmp_path, quick=True, only=None, go_on=False)
     assert end.value.exit_code == 0
-    assert asked == [(gpu._KERNEL_TESTS, True)]
+    assert asked == [(gpu.KERNEL_TESTS, True)]
     assert "no GPU here" in capsys.readouterr().out

@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import psutil
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from kvferry.engine import request as requests
 from kvferry.engine.messages import SchedulerOutput
@@ -100,11 +101,11 @@ def test_what_does_not_decode_is_a_400(setup, served, content):
 
 
 @pytest.mark.parametrize("field", ["tool_calls", "name"])
-def test_a_conversation_that_the_template_stumbles_over_is_a_400(setup, codec, field, monkeypatch):
+def test_a_conversation_that_the_template_stumbles_over_is_a_400(setup, field, monkeypatch):
     def stumble(*_args, **_kwargs):
         raise TypeError("an int has no len()")
 
-    monkeypatch.setattr(codec._chat, "apply_chat_template", stumble)
+    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", stumble)
     body = {"messages": [{"role": "user", "content": "?", field: 5}]}
     assert "an int has no len()" in refusal(setup.client.post("/v1/chat/completions", json=body))
 
