@@ -7,8 +7,9 @@
 #                    of each real thing; ARGS="..." is handed to pytest, JOBS=2 is the number of
 #                    processes. Property tests draw the same examples every time
 #   make test-all    all tests, one stage after the other: build/full.json tells which have passed on
-#                    this commit, and a run goes on after them. Sets up every release of vLLM that
-#                    is served, and in .venv NIXL, ucxx, Ray and a collector of spans; where this is
+#                    this commit, and a run goes on after them. STAGES="'the rest' SGLang" runs some
+#                    stages alone; STAGES=-h names them. Sets up every release of vLLM that is
+#                    served, and in .venv NIXL, ucxx, Ray and a collector of spans; where this is
 #                    root on Debian, it installs chromium, for the router's page
 #   make test-rest   the stage of it that has what `make test` leaves out, in .venv
 #   make soak        what takes hours: millions of bad messages, a hundred thousand lives of the
@@ -122,7 +123,7 @@ test: $(INSTALLED)
 	$(AGAIN) '$(PARALLEL) -m "$(QUICK) and not processes"' '-m "$(QUICK) and processes"' -- $(ARGS)
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m tests.stages
+	$(BIN)/python -m tests.stages $(STAGES)
 
 test-rest: $(INSTALLED) $(WIRES_INSTALLED) $(RAY_INSTALLED) $(VLLM_INSTALLED) browser collector
 	$(AGAIN) '$(PARALLEL) -m "$(REST) and not processes"' '-m "$(REST) and processes"' \

@@ -1,12 +1,14 @@
 """Runs all tests in stages, and keeps what each stage said of this commit.
 
-    python -m tests.stages
+    python -m tests.stages [STAGE...]
 
-``build/full.json`` holds the commit, and of each stage that ended its exit code, its seconds, what
-pytest counted and the unstable tests. A stage that has passed on the same commit, with nothing
-changed since, is not run again; so a run that was ended goes on where it stopped.
+Without names, all stages run, in the order of :data:`STAGES`. ``build/full.json`` holds the commit,
+and of each stage that ended its exit code, its seconds, what pytest counted and the unstable tests.
+A stage that has passed on the same commit, with nothing changed since, is not run again; so a run
+that was ended goes on where it stopped.
 """
 
+import argparse
 import json
 import re
 import subprocess
@@ -78,8 +80,13 @@ def main() -> None:
     """See the module.
 
     Raises:
-        SystemExit: with 1 if a stage failed.
+        SystemExit: with 1 if one of these stages failed; with 2 if there is no such stage.
     """
+    parser = argparse.ArgumentParser(prog="python -m tests.stages")
+    parser.add_argument("stage", nargs="*", default=[], help=", ".join(map(repr, STAGES)))
+    names = parser.parse_args().stage or list(STAGES)
+    if unknown := set(names) - STAGES.keys():
+        parser.error(f"no such stages: {sorted(unknown)}; there are {list(STAGES)}")
     commit = git("rev-parse", "HEAD")
     if git("status", "--porcelain"):
         commit += ", changed"
@@ -87,7 +94,8 @@ def main() -> None:
     if record.get("commit") != commit or "changed" in commit:
         record = {"commit": commit, "stages": {}}
     stages = record["stages"]
-    for name, arguments in STAGES.items():
+    for name in names:
+        arguments = STAGES[name]
         if stages.get(name, {}).get("exit_code") == 0:
             continue
         print(f"=== {name}: make {' '.join(arguments)}", flush=True)
@@ -95,9 +103,9 @@ def main() -> None:
         stages[name] = run(arguments)
         RECORD.parent.mkdir(exist_ok=True)
         RECORD.write_text(json.dumps(record, indent=1))
-    for name in STAGES:
-        print(f"{name}: {json.dumps(stages[name])}")
-    sys.exit(any(stages[name]["exit_code"] for name in STAGES))
+    for name, entry in stages.items():
+        print(f"{name}: {json.dumps(entry)}")
+    sys.exit(any(stages[name]["exit_code"] for name in names))
 
 
 if __name__ == "__main__":
