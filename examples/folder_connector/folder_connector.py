@@ -3,7 +3,8 @@
 The folder holds one file per prompt, always in the same geometry (a single rank, NHD). Each rank of
 a producer copies its cells of a finished prompt into the file. Each rank of a consumer copies the
 cells that it needs out of the file. So engines of any parallelism, block size and layout exchange
-KV. A hash of the model and the tokens finds a prompt again. Old files are never deleted.
+KV. The name of a file is a hash of everything that decides the KV: the model, its weights, the
+tokens, and the request's other content, such as an adapter. Old files are never deleted.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ import logging
 import time
 import uuid
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,8 @@ class Job(msgspec.Struct, frozen=True):
 
     request_id: str
     path: str
+    file_tokens: int
+    """Number of tokens in the whole file."""
     saves: bool
     block_ids: list[int]
     first: int
@@ -64,6 +67,7 @@ class FolderScheduler(kv.SchedulerConnector):
         self._jobs: list[Job] = []
         self._under_way: dict[str, Job] = {}
         self._asked: dict[str, float] = {}
+        self._offered: dict[str, tuple[int, Path]] = {}
         Path(self._extra.folder).mkdir(parents=True, exist_ok=True)
 
     def get_num_new_matched_tokens(
@@ -71,7 +75,8 @@ class FolderScheduler(kv.SchedulerConnector):
     ) -> tuple[int | None, bool]:
         if not self._config.is_consumer:
             return 0, False
-        saved, _ = self._find(request)
+        # The file may be one of a longer prompt when the blocks are there: load what was offered.
+        saved, _ = self._offered[request.request_id] = self._find(request)
         promised = (request.kv_transfer_params or {}).get("saved_tokens")
         if isinstance(promised, int) and saved < promised:  # it may still be written: ask later
             since = self._asked.setdefault(request.request_id, time.monotonic())
@@ -86,16 +91,17 @@ class FolderScheduler(kv.SchedulerConnector):
         if num_external_tokens:
             first = request.num_computed_tokens
             end, (table,) = first + num_external_tokens, blocks.get_block_ids()
-            path = str(self._find(request)[1])
-            self._start(Job(request.request_id, path, False, table, first, end))
+            saved, path = self._offered[request.request_id]
+            self._start(Job(request.request_id, str(path), saved, False, table, first, end))
 
     def request_finished(
         self, request: kv.RequestView, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._asked.pop(request.request_id, None)
+        for known in (self._asked, self._offered):
+            known.pop(request.request_id, None)
         if request.request_id in self._under_way:  # aborted: keep the blocks until the end
             return True, None
-        prefixes = self._prefixes(request.prompt_token_ids)
+        prefixes = self._prefixes(request)
         if not (prefixes and self._config.is_producer and request.finished_cleanly):
             return False, None
         end, path = prefixes[-1]
@@ -108,7 +114,7 @@ class FolderScheduler(kv.SchedulerConnector):
         except OSError as error:
             logger.error("request %s is not saved: %s", request.request_id, error)
             return False, None
-        self._start(Job(request.request_id, str(part), True, block_ids[0], 0, end))
+        self._start(Job(request.request_id, str(part), end, True, block_ids[0], 0, end))
         return True, {"saved_tokens": end}
 
     def build_connector_meta(self, scheduler_output: kv.SchedulerOutputView) -> FolderMetadata:
@@ -130,18 +136,20 @@ class FolderScheduler(kv.SchedulerConnector):
         self._jobs.append(job)
 
     def _find(self, request: kv.RequestView) -> tuple[int, Path]:
-        prefixes = [(0, Path()), *self._prefixes(request.prompt_token_ids)]
+        prefixes = [(0, Path()), *self._prefixes(request)]
         return next(found for found in reversed(prefixes) if found[0] == 0 or found[1].exists())
 
-    def _prefixes(self, tokens: Sequence[int]) -> list[tuple[int, Path]]:
+    def _prefixes(self, request: kv.RequestView) -> list[tuple[int, Path]]:
         """Number of tokens and file of every prefix that can be saved, shortest first."""
-        chunk, model = self._extra.chunk_tokens, self._model
+        chunk, model, tokens = self._extra.chunk_tokens, self._model, request.prompt_token_ids
         digest = hashlib.sha256(f"{model.config_digest} {model.weights_digest}".encode())
         digest.update(f"{self._shared.dtype} {chunk}".encode())
         prefixes = []
         for end in range(chunk, len(tokens) + 1, chunk):
             digest.update(array("q", tokens[end - chunk : end]).tobytes())
-            prefixes.append((end, Path(self._extra.folder, f"{digest.hexdigest()}.kv")))
+            whole = digest.copy()
+            whole.update(repr(sorted(request.content_keys(end).items())).encode())
+            prefixes.append((end, Path(self._extra.folder, f"{whole.hexdigest()}.kv")))
         return prefixes
 
 
@@ -180,7 +188,7 @@ class FolderWorker(kv.WorkerConnector):
         self._pool.shutdown(cancel_futures=True)
 
     def _copy(self, job: Job) -> int:
-        shape = self._shared.cache_shape(0, num_file_blocks(job.end, self._shared))
+        shape = self._shared.cache_shape(0, num_file_blocks(job.file_tokens, self._shared))
         names, dtype = self._shared.tensor_names(0), np.dtype(f"u{self._shared.itemsize}")
         file = np.memmap(job.path, dtype, "r+" if job.saves else "r", 0, (len(names), *shape))
         tensors, blocks = dict(zip(names, file, strict=True)), range(1, shape[1])

@@ -12,9 +12,11 @@ from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig
-from kvferry.testing.connector_conformance import ConnectorConformance
+from kvferry.testing.connector_conformance import ConnectorConformance, open_pair
+from kvferry.testing.fake_engine import run
 from kvferry.testing.multi_host_conformance import MultiHostConnectorConformance
 from kvferry.testing.waiting import until
+from kvferry.topology import EngineGeometry, ParallelShape
 
 HERE = Path(__file__).parent
 
@@ -49,6 +51,64 @@ class TestConformance(ConnectorConformance):
     def lose_source(self, pair):
         for file in self._folder.iterdir():
             file.unlink()
+
+
+GEOMETRY = EngineGeometry(
+    num_layers=2,
+    num_kv_heads=2,
+    head_size=4,
+    dtype="float32",
+    block_size=4,
+    layout="NHD",
+    parallel=ParallelShape(),
+)
+
+
+@contextlib.contextmanager
+def fake_pair(folder, chunk_tokens):
+    """A producer and a consumer without a model, which check each cell."""
+    extra = {"folder": str(folder), "chunk_tokens": chunk_tokens, "wait_s": 0}
+    producer, consumer = (
+        KVTransferConfig(
+            kv_connector="FolderConnector",
+            kv_connector_module_path="folder_connector",
+            kv_role=role,
+            kv_connector_extra_config=extra,
+        )
+        for role in ("kv_producer", "kv_consumer")
+    )
+    with open_pair((producer, consumer), (GEOMETRY, GEOMETRY)) as pair:
+        yield pair
+
+
+def test_a_prompt_that_was_saved_whole_is_loaded_but_for_its_last_token(folder):
+    with fake_pair(folder, chunk_tokens=1) as pair:
+        source = pair.prefill("r", 20)
+        pair.settle()
+        request = pair.consumer.add("again", source.prompt_token_ids)
+        pair.finish(request)
+        assert request.external_tokens == 19
+        pair.settle()
+
+
+def test_a_longer_prompt_that_is_published_meanwhile_changes_nothing(folder, monkeypatch):
+    with fake_pair(folder, chunk_tokens=5) as pair:
+        tokens = range(10, 31)
+        pair.producer.add("short", tokens[:10])
+        pair.settle()
+        request = pair.consumer.add("whole", tokens)
+        alloc = pair.consumer.scheduler.update_state_after_alloc
+
+        def publish_first(*arguments):
+            if pair.producer.requests.keys() == {"short"}:
+                longer = pair.producer.add("long", tokens[:20])
+                run([pair.producer], lambda: pair.producer.is_idle, what=longer.request_id)
+            alloc(*arguments)
+
+        monkeypatch.setattr(pair.consumer.scheduler, "update_state_after_alloc", publish_first)
+        pair.finish(request)
+        assert request.external_tokens == 10
+        pair.settle()
 
 
 @pytest.mark.processes

@@ -25,6 +25,7 @@ import pytest
 
 from kvferry.config import KVTransferConfig
 from kvferry.connectors.base import KVConnectorOutput
+from kvferry.errors import KVFerryError
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.testing.known_cache import CacheDevice
@@ -69,19 +70,31 @@ class Pair:
         """Steps both engines until a condition holds; fails after the timeout."""
         run([self.producer, self.consumer], until, timeout_s=self.timeout_s, what=what)
 
-    def prefill(self, request_id: str, num_tokens: int) -> FakeRequest:
+    def prefill(
+        self, request_id: str, num_tokens: int, content: Mapping[str, str] | None = None
+    ) -> FakeRequest:
         """Computes a prompt on the producer, ready for the decode engine."""
-        request = self.producer.add(request_id, prompt(num_tokens, request_id), REMOTE_DECODE)
+        tokens = prompt(num_tokens, request_id)
+        request = self.producer.add(request_id, tokens, REMOTE_DECODE, content=content)
         self.run(lambda: request.stage is Stage.FINISHED, f"{request_id!r} to be computed")
         return request
 
-    def decode(self, source: FakeRequest, *, local_blocks: int = 0) -> FakeRequest:
+    def decode(
+        self,
+        source: FakeRequest,
+        *,
+        local_blocks: int = 0,
+        content: Mapping[str, str] | None = None,
+    ) -> FakeRequest:
         """Gives the consumer a computed prompt and the first token of the answer, as a router
         does.
         """
-        tokens = (*source.prompt_token_ids, *source.output_token_ids)
         return self.consumer.add(
-            source.request_id, tokens, source.response_params, local_blocks=local_blocks
+            source.request_id,
+            (*source.prompt_token_ids, *source.output_token_ids),
+            source.response_params,
+            local_blocks=local_blocks,
+            content=content,
         )
 
     def finish(self, request: FakeRequest) -> None:
@@ -279,6 +292,20 @@ class ConnectorConformance:
             pair.finish(request)
             assert request.error is None
         pair.settle()
+
+    def test_kv_of_another_adapter_is_not_loaded(self, pair: Pair) -> None:
+        def is_loaded(request_id: str, adapter: str) -> bool:
+            source = pair.prefill(request_id, 21, {"lora": "one"})
+            try:
+                request = pair.decode(source, content={"lora": adapter})
+            except KVFerryError:  # the connector refuses the request
+                return False
+            pair.finish(request)
+            return request.external_tokens > 0 and not request.failed
+
+        # The tokens are the same in each pair of requests.
+        assert not is_loaded("r", "another")
+        assert is_loaded("s", "one")
 
     # -- aborts ---------------------------------------------------------------------------------
 

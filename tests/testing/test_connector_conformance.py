@@ -13,7 +13,7 @@ import pytest
 from kvferry.config import KVTransferConfig
 from kvferry.connectors import KVConnectorOutput
 from kvferry.testing.connector_conformance import GEOMETRIES, ConnectorConformance, open_pair
-from kvferry.testing.fake_rank import ContractBrokenError
+from kvferry.testing.fake_rank import ContractBrokenError, FakeRequest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "folder_connector"
 SUITE = ConnectorConformance()
@@ -91,6 +91,12 @@ def test_blocks_given_back_while_they_are_written_are_caught(run_test, example, 
     monkeypatch.setattr(example.FolderWorker, "_copy", late)
     with pytest.raises(ContractBrokenError, match="were written to, held by nobody"):
         run_test("test_abort_while_it_loads")
+
+
+def test_kv_that_is_found_by_tokens_alone_is_caught(run_test, example, monkeypatch):
+    monkeypatch.setattr(FakeRequest, "content_keys", lambda self, num_tokens: {})
+    with pytest.raises(AssertionError, match="another"):
+        run_test("test_kv_of_another_adapter_is_not_loaded")
 
 
 def test_a_report_made_twice_is_caught(run_test, example, monkeypatch):
