@@ -62,6 +62,8 @@ class Reach(msgspec.Struct, frozen=True):
     """Further transports, which engines take if ``transport`` names them."""
     lacking: dict[str, str]
     """Transport that engines would take by default → reason why it cannot be used."""
+    failed: dict[str, str]
+    """Further transport → reason why it cannot be used, or not be tried without its keys."""
 
 
 def doctor(as_json: AsJson = False) -> None:
@@ -100,6 +102,7 @@ def _reach(cache: str, first: Sequence[str], results: Mapping[str, str]) -> Reac
         default=tuple(name for name in first if name in usable),
         named=tuple(name for name in usable if name not in first),
         lacking={name: results.get(name, "not tried") for name in first if name not in usable},
+        failed={name: why for name, why in results.items() if why and name not in first},
     )
 
 
@@ -316,5 +319,6 @@ def _show(findings: list[Finding], reaches: list[Reach], console: Console) -> No
         if reach.named:
             line.append(f"; if `transport` names them: {', '.join(reach.named)}")
         console.print(line, soft_wrap=True)
-        for name, reason in reach.lacking.items():
-            console.print(Text(f"{_INDENT}not {name}: {reason}", style="red"), soft_wrap=True)
+        for style, reasons in (("red", reach.lacking), ("dim", reach.failed)):
+            for name, reason in reasons.items():
+                console.print(Text(f"{_INDENT}not {name}: {reason}", style=style), soft_wrap=True)

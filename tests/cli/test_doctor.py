@@ -317,6 +317,15 @@ def test_a_default_transport_that_is_lacking_gives_exit_code_1(name, kvferry, se
     assert f"not {name}: it is [forbidden]" in outcome.out
 
 
+def test_a_further_transport_that_cannot_be_tried_is_named_with_its_reason(kvferry, seen):
+    reason = "transport_config: pigeon: folder is required"
+    trials = replace(BARE.trials, allocated={**BARE.trials.allocated, "pigeon": reason})
+    seen(replace(BARE, trials=trials))
+    outcome = kvferry("doctor")
+    assert outcome.code == 0
+    assert f"not pigeon: {reason}" in outcome.out
+
+
 def test_json_has_every_finding_and_every_cache(kvferry, seen):
     seen(refused(BARE, "vm"))
     outcome = kvferry("doctor", "--json")
