@@ -11,12 +11,13 @@ gets an error; in a stream, the error is the last event.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.serving import web
-from kvferry.serving.openai import try_again
+from kvferry.serving.openai import ApiError, try_again
 
 
 class Drain:
@@ -60,9 +61,9 @@ class Drain:
             task.cancel(msg=try_again(message, "draining"))
         self._running.clear()
 
-    def around(self, app: ASGIApp) -> ASGIApp:
-        """The application, with new requests refused while the router drains. Requests for the
-        router itself are answered, and never delay its end.
+    def around(self, app: ASGIApp, refused: Callable[[ApiError], None]) -> ASGIApp:
+        """The application, with new requests refused while the router drains; each refusal is told
+        to ``refused``. Requests for the router itself are answered, and never delay its end.
         """
 
         async def drained(scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +71,9 @@ class Drain:
                 await app(scope, receive, send)
             elif self.begun.is_set():
                 message = "this router is draining; send the request again, to another router"
-                await web.refuse(try_again(message, "draining"), scope, receive, send)
+                error = try_again(message, "draining")
+                refused(error)
+                await web.refuse(error, scope, receive, send)
             else:
                 task = asyncio.current_task()
                 assert task is not None

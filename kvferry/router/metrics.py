@@ -99,6 +99,11 @@ class RouterMetrics:
         """Counts a failed request."""
         self.errors.labels(error.code or str(error.status)).inc()
 
+    def refused(self, error: ApiError) -> None:
+        """Counts a request that ended with an error."""
+        self.requests.labels(str(error.status)).inc()
+        self.failed(error)
+
     def counted(self, answer: Endpoint) -> Endpoint:
         """An endpoint that counts its requests."""
 
@@ -107,8 +112,7 @@ class RouterMetrics:
                 with web.told_why():
                     response = await answer(request)
             except ApiError as error:
-                self.requests.labels(str(error.status)).inc()
-                self.failed(error)
+                self.refused(error)
                 raise
             self.requests.labels(str(response.status_code)).inc()
             return response

@@ -106,28 +106,28 @@ class Router:
 
         self._operators = Operators(members, self._keys, drain or Drain(), tell_workers)
         folder = workers.folder if workers is not None else None
-        self._metrics = RouterMetrics(members, members.index, folder, members.queue)
+        self.metrics = RouterMetrics(members, members.index, folder, members.queue)
         hand_over = HandOver(
             members.prefill,
             members.decode,
             at_once=settings.at_once,
             key=settings.cluster_key,
-            lapsed=self._metrics.loans_lapsed.inc,
+            lapsed=self.metrics.loans_lapsed.inc,
             queue=members.queue,
-            waited=self._metrics.queue_s.observe,
+            waited=self.metrics.queue_s.observe,
         )
         patience = partial(web.Patience, settings.request_timeout_s, settings.idle_timeout_s)
         self._completions = None
         if codec is not None:
             assumes = settings.assume_cached and settings.route_by == "cost"
             chooser = Chooser(
-                members, self._metrics, settings.direct_tokens, settings.explain, assumes
+                members, self.metrics, settings.direct_tokens, settings.explain, assumes
             )
             self._completions = Completions(
-                settings, codec, members, hand_over, chooser, self._metrics, patience
+                settings, codec, members, hand_over, chooser, self.metrics, patience
             )
         self._pass_through = PassThrough(hand_over, patience)
-        self._relays = Relays(self._pass_through, self.bodies, self._keys, self._metrics)
+        self._relays = Relays(self._pass_through, self.bodies, self._keys, self.metrics)
         elsewhere = workers.requests if workers is not None else None
         self._watch = ClusterWatch(members, self.client, settings.curve, spans, elsewhere)
 
@@ -146,13 +146,14 @@ class Router:
         return self._operators.drain.around(
             Starlette(
                 routes=routes, lifespan=self._lifespan, exception_handlers=web.EXCEPTION_HANDLERS
-            )
+            ),
+            self.metrics.refused,
         )
 
     def _own_routes(self) -> list[Route]:
         """Routes that a worker leaves to its leader."""
         return [
-            Route("/metrics", self._metrics.show),
+            Route("/metrics", self.metrics.show),
             *self._operators.routes(),
             *self._watch.routes(self._keys),
         ]
@@ -191,7 +192,7 @@ class Router:
             span, words = self._watch.span(request, head.new_id("kvferry")), without_transfer(body)
             return await self._pass_through.answer(request, path, words, span, head)
 
-        return self._metrics.counted(generate)
+        return self.metrics.counted(generate)
 
     async def _models(self, request: Request) -> Response:
         self._keys.check(request)
@@ -229,11 +230,17 @@ async def serve_router(
     """
     loop, within_s = asyncio.get_running_loop(), settings.drain_timeout_s
     loop.add_signal_handler(signal.SIGTERM, drain.signalled, within_s)
-    most = settings.max_connections
     if settings.workers == 1:
         spans = Spans.from_environment("kvferry-router", _place(settings, listener))
-        app = Router(settings, codec, lists, spans, drain=drain).app()
-        await web.serve(app, listener, drain.over, most, ends_on_sigterm=False)
+        router = Router(settings, codec, lists, spans, drain=drain)
+        await web.serve(
+            router.app(),
+            listener,
+            drain.over,
+            settings.max_connections,
+            ends_on_sigterm=False,
+            refused=router.metrics.refused,
+        )
         return
     with tempfile.TemporaryDirectory(prefix="kvferry-router-", dir=temporary_folder()) as folder:
         workers = Workers(settings, listener, Path(folder))
@@ -257,19 +264,20 @@ def serve_as_worker(settings: WorkerSettings) -> None:
     with contextlib.closing(SharedListener(fileno=settings.listener)) as listener:
         place = f"{_place(mine, listener)}-{settings.number}"
         spans = Spans.from_environment("kvferry-router", place)
-        app = Router(mine, codec, spans=spans, leader=leader, drain=drain).app()
+        router = Router(mine, codec, spans=spans, leader=leader, drain=drain)
 
         async def serve() -> None:
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGTERM, drain.begin, mine.drain_timeout_s)
             loop.add_signal_handler(signal.SIGINT, drain.cut)
             await web.serve(
-                app,
+                router.app(),
                 listener,
                 drain.over,
                 mine.max_connections,
                 takes_at_a_time=1,
                 ends_on_sigterm=False,
+                refused=router.metrics.refused,
             )
 
         try:

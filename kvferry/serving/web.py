@@ -377,6 +377,7 @@ async def serve(
     *,
     takes_at_a_time: int | None = None,
     ends_on_sigterm: bool = True,
+    refused: Callable[[ApiError], None] = lambda _: None,
 ) -> None:
     """Serves the ASGI application ``app`` until SIGTERM, or until the event ``until`` is set.
 
@@ -390,6 +391,7 @@ async def serve(
         takes_at_a_time: for a shared listener, number of connections that this process accepts
             before other processes can accept; by default, the size of the backlog.
         ends_on_sigterm: whether SIGTERM ends the server.
+        refused: is told of each request that the application does not get to see.
     """
     import uvicorn
 
@@ -406,7 +408,9 @@ async def serve(
         if scope["path"].startswith(OWN_PATHS):  # a server that has much to do is well
             await app(scope, receive, send)
             return
-        await refuse(busy(), scope, receive, send)
+        error = busy()
+        refused(error)
+        await refuse(error, scope, receive, send)
 
     def too_late(scope: Scope) -> None:
         if not scope["path"].startswith(OWN_PATHS):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -50,8 +51,16 @@ def post(url, path=CHAT, **body):
     return answer.status_code, answer.headers.get("retry-after"), answer.json()
 
 
+def count_of_busy(url):
+    """Number of requests that were refused, as the router counts them."""
+    told = httpx.get(f"{url}/metrics", timeout=WAIT_S, trust_env=False).text
+    found = re.search(r'^kvferry_router_errors_total{code="busy"} (.+)$', told, re.MULTILINE)
+    return float(found[1]) if found else 0
+
+
 def test_of_40_clients_20_are_served_and_20_are_told_to_come_again(bounded):
     server, url = bounded
+    before = count_of_busy(url)
     server.goes_on.clear()
     server.bodies.clear()
     with ThreadPoolExecutor(2 * MOST) as pool:
@@ -68,10 +77,12 @@ def test_of_40_clients_20_are_served_and_20_are_told_to_come_again(bounded):
         for _, told in refused
     )
     assert post(url)[0] == 200
+    assert count_of_busy(url) == before + MOST
 
 
 def test_bodies_that_end_beyond_the_bound_are_refused_too(bounded):
     server, url = bounded
+    before = count_of_busy(url)
     server.goes_on.clear()
     server.bodies.clear()
     place, body = httpx.URL(url), json.dumps({"messages": []}).encode()
@@ -93,6 +104,7 @@ def test_bodies_that_end_beyond_the_bound_are_refused_too(bounded):
 
     assert [each[:12] for each in told] == [b"HTTP/1.1 200"] * MOST + [b"HTTP/1.1 503"] * 5
     assert all(b"\r\nretry-after: 1\r\n" in each for each in told[MOST:])
+    assert count_of_busy(url) == before + 5
 
 
 def test_a_long_body_beyond_the_bound_is_answered_and_not_cut(full):

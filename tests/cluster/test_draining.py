@@ -143,6 +143,8 @@ def test_a_router_that_drains_refuses_new_requests_and_ends_with_its_last_stream
         assert "this router is draining; send the request again" in told["error"]["message"]
         if path == MESSAGES:
             assert (told["type"], told["error"]["type"]) == ("error", "overloaded_error")
+        counted = 'kvferry_router_errors_total{code="draining"}'
+        until(lambda: counted in running.answer("GET", "/metrics").text)
         running.servers[1].goes_on.set()
 
         assert running.process.wait(WAIT_S) == 0
