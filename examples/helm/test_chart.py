@@ -139,8 +139,11 @@ def test_other_values_reach_the_pods():
     extra = parse_struct(PullConfig, config.kv_connector_extra_config, "decode")
     assert config.kv_load_failure_policy == "fail"
     assert extra.mover_threads == 4
-    (router,) = by_name["kvferry-router"]["spec"]["template"]["spec"]["containers"]
+    pod = by_name["kvferry-router"]["spec"]["template"]["spec"]
+    (router,) = pod["containers"]
     assert {"--port=8080", "--prefill=http://vllm-prefill:9100", "--workers=2"} <= {*router["args"]}
+    assert "--drain-timeout=30" in router["args"]
+    assert pod["terminationGracePeriodSeconds"] == 90
 
 
 @pytest.mark.parametrize(
