@@ -33,6 +33,12 @@ EXPRESSIONS = [
     *(rule["expr"] for rule in RULES),
 ]
 
+#: Metrics of vLLM itself, with their labels.
+OF_VLLM: dict[str, set[str]] = {
+    "vllm:kv_cache_usage_perc": set(),
+    "vllm:prompt_tokens_by_source_total": {"source"},
+    "vllm:request_success_total": {"finished_reason"},
+}
 #: Labels that Prometheus adds to all series, and labels of vLLM's own metrics that are not asked
 #: for.
 ADDED = {"instance", "job"}
@@ -108,12 +114,12 @@ def series() -> dict[str, set[str]]:
     for name in (f"vllm:{name}" for name, *_ in metrics):
         for end in ("", "_total", "_bucket", "_sum", "_count"):
             told[name + end] = {"le"}
-    return told
+    return told | OF_VLLM
 
 
 def asked(expression: str) -> list[tuple[str, set[str]]]:
     """The time series in an expression, each with the labels that select from the series."""
-    found = re.findall(r"\b((?:vllm:)?kvferry_\w+)(?:\{([^}]*)\})?", expression)
+    found = re.findall(r"\b(vllm:\w+|kvferry_\w+)(?:\{([^}]*)\})?", expression)
     return [(name, set(re.findall(r"(\w+)\s*(?:=~|=|!=|!~)", chosen))) for name, chosen in found]
 
 
