@@ -22,7 +22,8 @@ COMMANDS = {
     "top": "Show engines, pairs, leases, loads and failures of a router's cluster, until Ctrl-C.",
     "demo": "Serve real prompts with a prefill/decode pair and compare with one undivided engine.",
     "prepare": "Compile the kernels, so that a first start is short. For the build of an image.",
-    "plan": "Show which ranks read which blocks, the cost, and cheaper shapes. Starts nothing.",
+    "plan": "Show which ranks read which layers and heads, the cost, and cheaper shapes. Starts "
+    "nothing.",
     "check": "Ask running engines whether, and how, each prefill/decode pair will work. Exit code "
     "1: at least one pair will not.",
     "doctor": "Show what this machine has and lacks, and the transports that it can use. Exit code "

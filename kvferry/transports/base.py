@@ -427,8 +427,8 @@ class Transport(Closing):
     def cancel(self, transfer: Transfer) -> None:
         """Asks a transfer to stop. Idempotent.
 
-        The transfer becomes terminal later, in ``poll``, and no byte lands afterwards. If the
-        transport does not fence, the transfer may never become terminal.
+        The transfer becomes terminal later, when its last writer has left, and no byte lands
+        afterwards. If the transport does not fence, the transfer may never become terminal.
         """
 
     @abstractmethod
