@@ -45,7 +45,10 @@ EOS = 256
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, an engine that is well may take seconds to answer a health check."""
+    """On a busy machine, an engine that is well may take seconds to answer a health check. The
+    checks come often, so that no test waits long for the next one.
+    """
+    monkeypatch.setattr(health, "PROBE_INTERVAL_S", 0.1)
     monkeypatch.setattr(engine_client, "CONNECT_TIMEOUT_S", WAIT_S)
     monkeypatch.setattr(health, "CHANNEL_S", WAIT_S)
     monkeypatch.setattr(members, "MEETING_WAIT_S", WAIT_S)
