@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "integrations": 4952,
     "layouts": 3654,
     "observe": 584,
-    "router": 5534,
+    "router": 5529,
     "serving": 1144,
     "testing": 3936,
     "topology": 2190,

@@ -99,8 +99,8 @@ class RouterMetrics:
         """Counts a failed request."""
         self.errors.labels(error.code or str(error.status)).inc()
 
-    def refused(self, error: ApiError) -> None:
-        """Counts a request that ended with an error."""
+    def answered_with(self, error: ApiError) -> None:
+        """Counts a request that was answered with an error."""
         self.requests.labels(str(error.status)).inc()
         self.failed(error)
 
@@ -112,7 +112,7 @@ class RouterMetrics:
                 with web.told_why():
                     response = await answer(request)
             except ApiError as error:
-                self.refused(error)
+                self.answered_with(error)
                 raise
             self.requests.labels(str(response.status_code)).inc()
             return response

@@ -106,28 +106,28 @@ class Router:
 
         self._operators = Operators(members, self._keys, drain or Drain(), tell_workers)
         folder = workers.folder if workers is not None else None
-        self.metrics = RouterMetrics(members, members.index, folder, members.queue)
+        self._metrics = RouterMetrics(members, members.index, folder, members.queue)
         hand_over = HandOver(
             members.prefill,
             members.decode,
             at_once=settings.at_once,
             key=settings.cluster_key,
-            lapsed=self.metrics.loans_lapsed.inc,
+            lapsed=self._metrics.loans_lapsed.inc,
             queue=members.queue,
-            waited=self.metrics.queue_s.observe,
+            waited=self._metrics.queue_s.observe,
         )
         patience = partial(web.Patience, settings.request_timeout_s, settings.idle_timeout_s)
         self._completions = None
         if codec is not None:
             assumes = settings.assume_cached and settings.route_by == "cost"
             chooser = Chooser(
-                members, self.metrics, settings.direct_tokens, settings.explain, assumes
+                members, self._metrics, settings.direct_tokens, settings.explain, assumes
             )
             self._completions = Completions(
-                settings, codec, members, hand_over, chooser, self.metrics, patience
+                settings, codec, members, hand_over, chooser, self._metrics, patience
             )
         self._pass_through = PassThrough(hand_over, patience)
-        self._relays = Relays(self._pass_through, self.bodies, self._keys, self.metrics)
+        self._relays = Relays(self._pass_through, self.bodies, self._keys, self._metrics)
         elsewhere = workers.requests if workers is not None else None
         self._watch = ClusterWatch(members, self.client, settings.curve, spans, elsewhere)
 
@@ -147,13 +147,27 @@ class Router:
             Starlette(
                 routes=routes, lifespan=self._lifespan, exception_handlers=web.EXCEPTION_HANDLERS
             ),
-            self.metrics.refused,
+            self._metrics.answered_with,
+        )
+
+    async def serve(self, listener: socket.socket, takes_at_a_time: int | None = None) -> None:
+        """Serves clients until the router has drained; the arguments are those of
+        :func:`kvferry.serving.web.serve`.
+        """
+        await web.serve(
+            self.app(),
+            listener,
+            self._operators.drain.over,
+            self._settings.max_connections,
+            takes_at_a_time=takes_at_a_time,
+            ends_on_sigterm=False,
+            refused=self._metrics.answered_with,
         )
 
     def _own_routes(self) -> list[Route]:
         """Routes that a worker leaves to its leader."""
         return [
-            Route("/metrics", self.metrics.show),
+            Route("/metrics", self._metrics.show),
             *self._operators.routes(),
             *self._watch.routes(self._keys),
         ]
@@ -192,7 +206,7 @@ class Router:
             span, words = self._watch.span(request, head.new_id("kvferry")), without_transfer(body)
             return await self._pass_through.answer(request, path, words, span, head)
 
-        return self.metrics.counted(generate)
+        return self._metrics.counted(generate)
 
     async def _models(self, request: Request) -> Response:
         self._keys.check(request)
@@ -233,14 +247,7 @@ async def serve_router(
     if settings.workers == 1:
         spans = Spans.from_environment("kvferry-router", _place(settings, listener))
         router = Router(settings, codec, lists, spans, drain=drain)
-        await web.serve(
-            router.app(),
-            listener,
-            drain.over,
-            settings.max_connections,
-            ends_on_sigterm=False,
-            refused=router.metrics.refused,
-        )
+        await router.serve(listener)
         return
     with tempfile.TemporaryDirectory(prefix="kvferry-router-", dir=temporary_folder()) as folder:
         workers = Workers(settings, listener, Path(folder))
@@ -270,15 +277,7 @@ def serve_as_worker(settings: WorkerSettings) -> None:
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGTERM, drain.begin, mine.drain_timeout_s)
             loop.add_signal_handler(signal.SIGINT, drain.cut)
-            await web.serve(
-                router.app(),
-                listener,
-                drain.over,
-                mine.max_connections,
-                takes_at_a_time=1,
-                ends_on_sigterm=False,
-                refused=router.metrics.refused,
-            )
+            await router.serve(listener, takes_at_a_time=1)
 
         try:
             asyncio.run(serve())
