@@ -31,11 +31,18 @@ def bounded(server_thread):
 
 
 @pytest.fixture
-def full(bounded):
-    """The same, with as many requests under way as it takes; yields what they get at last."""
-    server, url = bounded
+def holding(bounded):
+    """The same, with a server that has no request yet, and answers none until it may go on."""
+    server, _ = bounded
     server.goes_on.clear()
     server.bodies.clear()
+    return bounded
+
+
+@pytest.fixture
+def full(holding):
+    """The same, with as many requests under way as it takes; yields what they get at last."""
+    server, url = holding
     with ThreadPoolExecutor(MOST) as pool:
         asked = [pool.submit(post, url) for _ in range(MOST)]
         until(lambda: len(server.bodies) == MOST)
@@ -58,11 +65,9 @@ def count_of_busy(url):
     return float(found[1]) if found else 0
 
 
-def test_of_40_clients_20_are_served_and_20_are_told_to_come_again(bounded):
-    server, url = bounded
+def test_of_40_clients_20_are_served_and_20_are_told_to_come_again(holding):
+    server, url = holding
     before = count_of_busy(url)
-    server.goes_on.clear()
-    server.bodies.clear()
     with ThreadPoolExecutor(2 * MOST) as pool:
         asked = [pool.submit(post, url) for _ in range(2 * MOST)]
         until(lambda: sum(each.done() for each in asked) == MOST)
@@ -80,11 +85,9 @@ def test_of_40_clients_20_are_served_and_20_are_told_to_come_again(bounded):
     assert count_of_busy(url) == before + MOST
 
 
-def test_bodies_that_end_beyond_the_bound_are_refused_too(bounded):
-    server, url = bounded
+def test_bodies_that_end_beyond_the_bound_are_refused_too(holding):
+    server, url = holding
     before = count_of_busy(url)
-    server.goes_on.clear()
-    server.bodies.clear()
     place, body = httpx.URL(url), json.dumps({"messages": []}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
     with contextlib.ExitStack() as stack:
