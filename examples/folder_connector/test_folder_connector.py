@@ -12,11 +12,10 @@ from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig
-from kvferry.testing.connector_conformance import ConnectorConformance, open_pair
+from kvferry.testing.connector_conformance import GEOMETRIES, ConnectorConformance, open_pair
 from kvferry.testing.fake_engine import run
 from kvferry.testing.multi_host_conformance import MultiHostConnectorConformance
 from kvferry.testing.waiting import until
-from kvferry.topology import EngineGeometry, ParallelShape
 
 HERE = Path(__file__).parent
 
@@ -34,51 +33,36 @@ def folder(tmp_path) -> Path:
     return tmp_path / "kv"
 
 
-class TestConformance(ConnectorConformance):
-    @pytest.fixture
-    def configs(self, folder):
-        self._folder = folder
-        return tuple(
-            KVTransferConfig(
-                kv_connector="FolderConnector",
-                kv_connector_module_path="folder_connector",
-                kv_role=role,
-                kv_connector_extra_config={"folder": str(folder), "chunk_tokens": 5, "wait_s": 3},
-            )
-            for role in ("kv_producer", "kv_consumer")
-        )
-
-    def lose_source(self, pair):
-        for file in self._folder.iterdir():
-            file.unlink()
-
-
-GEOMETRY = EngineGeometry(
-    num_layers=2,
-    num_kv_heads=2,
-    head_size=4,
-    dtype="float32",
-    block_size=4,
-    layout="NHD",
-    parallel=ParallelShape(),
-)
-
-
-@contextlib.contextmanager
-def fake_pair(folder, chunk_tokens):
-    """A producer and a consumer without a model, which check each cell."""
-    extra = {"folder": str(folder), "chunk_tokens": chunk_tokens, "wait_s": 0}
+def configs_of(folder, chunk_tokens, wait_s, **keys):
+    """The configurations of a producer and of a consumer that share the folder."""
+    extra = {"folder": str(folder), "chunk_tokens": chunk_tokens, "wait_s": wait_s}
     producer, consumer = (
         KVTransferConfig(
             kv_connector="FolderConnector",
             kv_connector_module_path="folder_connector",
             kv_role=role,
             kv_connector_extra_config=extra,
+            **keys,
         )
         for role in ("kv_producer", "kv_consumer")
     )
-    with open_pair((producer, consumer), (GEOMETRY, GEOMETRY)) as pair:
-        yield pair
+    return producer, consumer
+
+
+class TestConformance(ConnectorConformance):
+    @pytest.fixture
+    def configs(self, folder):
+        self._folder = folder
+        return configs_of(folder, chunk_tokens=5, wait_s=3)
+
+    def lose_source(self, pair):
+        for file in self._folder.iterdir():
+            file.unlink()
+
+
+def fake_pair(folder, chunk_tokens):
+    """A producer and a consumer without a model, which check each cell."""
+    return open_pair(configs_of(folder, chunk_tokens, wait_s=0), GEOMETRIES["equal"])
 
 
 def test_a_prompt_that_was_saved_whole_is_loaded_but_for_its_last_token(folder):
@@ -119,17 +103,9 @@ class TestBetweenHosts(MultiHostConnectorConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def configs(cls, tmp_path_factory):
-        extra = {"folder": str(tmp_path_factory.mktemp("kv")), "chunk_tokens": 5, "wait_s": 20}
-        return tuple(
-            KVTransferConfig(
-                kv_connector="FolderConnector",
-                kv_connector_module_path="folder_connector",
-                kv_role=role,
-                kv_load_failure_policy="recompute",
-                kv_connector_extra_config=extra,
-            )
-            for role in ("kv_producer", "kv_consumer")
-        )
+        folder = tmp_path_factory.mktemp("kv")
+        policy = "recompute"
+        return configs_of(folder, chunk_tokens=5, wait_s=20, kv_load_failure_policy=policy)
 
 
 @pytest.fixture(scope="session")
