@@ -47,6 +47,8 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
         "kvferry_withdrawn_prefixes",
         "Cached prefixes that were lent, not fetched, and withdrawn because blocks were lacking.",
     ),
+    "expired": ("kvferry_expired_leases", "Leases on this engine's blocks whose time ran out."),
+    "revoked": ("kvferry_revoked_leases", "Leases that this engine took back itself."),
 }
 """Field → metric and documentation."""
 

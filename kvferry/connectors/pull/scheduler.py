@@ -383,7 +383,8 @@ class PullScheduler(SchedulerConnector):
 
     def counters(self) -> Mapping[str, float]:
         """See :meth:`SchedulerConnector.counters`."""
-        return self._counters
+        ended = self.lender.leases.counters()
+        return {**self._counters, **{f"leases_{how}": count for how, count in ended.items()}}
 
     # ---- every step ---------------------------------------------------------------------------
 

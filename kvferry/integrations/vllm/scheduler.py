@@ -477,7 +477,7 @@ class SchedulerHalf:
 
     def take_stats(self) -> LoadStats | None:
         """Statistics since the last call; ``None`` if there is none."""
-        return self._pending_stats.take(self.pull.records.num_open())
+        return self._pending_stats.take(self.pull.records.num_open(), self.pull.counters())
 
     def has_pending_work(self) -> bool:
         """See :meth:`PullScheduler.has_pending_work`."""

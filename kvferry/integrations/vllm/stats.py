@@ -1,5 +1,7 @@
 """Statistics of the adapter for vLLM's log and Prometheus metrics."""
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -94,6 +96,7 @@ class PendingStats:
     def __init__(self) -> None:
         self._stats: LoadStats | None = None
         self._told_open = 0
+        self._told_ended: Counter[str] = Counter()
 
     @property
     def stats(self) -> LoadStats:
@@ -102,10 +105,18 @@ class PendingStats:
             self._stats = LoadStats()
         return self._stats
 
-    def take(self, num_open: int) -> LoadStats | None:
-        """The statistics since the last report, with the number of open requests if it has changed;
-        ``None`` if there is no news.
+    def take(self, num_open: int, counters: Mapping[str, float]) -> LoadStats | None:
+        """The statistics since the last report, ``None`` if there is no news.
+
+        Args:
+            num_open: number of requests that load or lend, which is reported if it has changed.
+            counters: counters of the connector; leases that were lost since then are reported.
         """
+        for field in ("expired", "revoked"):
+            ended = int(counters.get(f"leases_{field}", 0)) - self._told_ended[field]
+            if ended:
+                self._told_ended[field] += ended
+                self.stats.data[field] += [1] * ended
         if num_open != self._told_open:
             self._told_open = num_open
             self.stats.note_open(num_open)

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm`
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.integrations.vllm import KVFerryConnector
-from kvferry.integrations.vllm.stats import LoadMetrics, LoadStats
+from kvferry.integrations.vllm.stats import LoadMetrics, LoadStats, PendingStats
 from kvferry.observe.records import TransferRecord
 
 NO_LOADS = dict.fromkeys(
@@ -180,3 +180,17 @@ def test_the_last_number_of_open_requests_of_an_engine_counts(metrics, sample):
 def test_an_empty_report_changes_nothing(metrics, sample):
     metrics.observe(LoadStats().data)
     assert sample("load_seconds_count") == sample("failed_loads_total") == 0
+
+
+def test_leases_that_were_lost_are_counted_once(metrics, registry):
+    pending = PendingStats()
+    for counters in (
+        {"leases_expired": 2, "leases_done": 9},
+        {"leases_expired": 2, "leases_done": 9},
+        {"leases_expired": 3, "leases_revoked": 1},
+    ):
+        if (stats := pending.take(0, counters)) is not None:
+            metrics.observe(stats.data)
+    assert registry.get_sample_value("vllm:kvferry_expired_leases_total", LABELS) == 3
+    assert registry.get_sample_value("vllm:kvferry_revoked_leases_total", LABELS) == 1
+    assert pending.take(0, {"leases_expired": 3, "leases_revoked": 1}) is None
