@@ -74,6 +74,7 @@ def test_a_test_that_waited_too_long_runs_again_and_is_named(folder, run):
     assert "test_a.py::test_it" in again.KEPT.read_text()
 
 
+@pytest.mark.slow
 def test_the_whole_file_runs_again_in_a_process_of_its_own(folder, run):
     late_once(folder, "test_a.py")
     with (folder / "test_a.py").open("a") as file:
@@ -85,7 +86,11 @@ def test_the_whole_file_runs_again_in_a_process_of_its_own(folder, run):
 
 
 @pytest.mark.parametrize(
-    "error", ["AssertionError('wrong token')", "__import__('pytest').fail('no')"]
+    "error",
+    [
+        "AssertionError('wrong token')",
+        pytest.param("__import__('pytest').fail('no')", marks=pytest.mark.slow),
+    ],
 )
 def test_no_other_failure_is_forgiven(folder, run, error):
     late_once(folder, "test_a.py", error)
@@ -110,6 +115,7 @@ def test_these_errors_mean_that_something_came_late(error, comes_late):
     assert issubclass(error, again.waiting_errors()) == comes_late
 
 
+@pytest.mark.slow
 def test_a_limit_of_pytest_timeout_means_the_same(folder, run):
     late_once(folder, "test_a.py", "__import__('time').sleep(60)")  # never raised: sleeps first
     assert run("-q --timeout 1")[0] is None
@@ -126,11 +132,13 @@ def test_a_process_that_crashes_is_red(folder, run):
     assert str(run("-q -n 1")[0]).startswith("red")
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_read_is_red(folder, run):
     write(folder, "test_a.py", "import nothing_of_this_name")
     assert str(run()[0]).startswith("red")
 
 
+@pytest.mark.slow
 def test_only_the_file_runs_again_though_the_part_names_a_folder(folder, run):
     late_once(folder, "test_a.py")
     write(folder, "test_b.py", "def test_other(): print('ran', 'test_b')")
@@ -139,6 +147,7 @@ def test_only_the_file_runs_again_though_the_part_names_a_folder(folder, run):
     assert printed.count("ran test_b") == 1
 
 
+@pytest.mark.slow
 def test_the_options_of_all_parts_hold_for_the_second_run_too(folder, run):
     late_once(folder, "test_a.py")
     with (folder / "test_a.py").open("a") as file:
@@ -150,6 +159,7 @@ def test_the_options_of_all_parts_hold_for_the_second_run_too(folder, run):
     assert "ran test_b" not in printed
 
 
+@pytest.mark.slow
 def test_failures_in_workers_are_known(folder, run):
     late_once(folder, "test_a.py")
     write(folder, "test_b.py", "def test_it(): pass")
@@ -166,6 +176,7 @@ def test_too_many_files_are_red_without_a_second_chance(folder, run):
     assert "again, alone" not in printed
 
 
+@pytest.mark.slow
 def test_too_many_unstable_tests_are_red(folder, run):
     for index in range(again.MAX_UNSTABLE + 1):
         late_once(folder, f"test_{index}.py")
@@ -180,12 +191,14 @@ def test_an_unstable_test_is_red_after_its_date(folder, run):
     assert red == "red: mend these, then take them out of unstable.toml: test_a.py::test_it"
 
 
+@pytest.mark.slow
 def test_parts_without_tests_are_left_out_unless_all_are(folder, run):
     write(folder, "test_a.py", "def test_it(): pass")
     assert run("-q", "-q -k nothing")[0] is None
     assert run("-q -k nothing", "-q -k nothing")[0] == 5
 
 
+@pytest.mark.slow
 def test_arguments_after_the_dashes_go_to_every_part(folder, run):
     write(folder, "test_a.py", "def test_it(): pass\ndef test_other(): raise ValueError")
     assert run("-q", "-q", "--", "-k", "test_it")[0] is None

@@ -83,6 +83,7 @@ def test_cases_that_do_not_fit_in_the_gpu_are_left_out():
     assert len(cuda_ipc.gpu_cases(1 << 40, quick=True)) == 3
 
 
+@pytest.mark.slow
 def test_the_host_part_is_timed_without_a_gpu():
     pytest.importorskip("triton")
     header, *rows = host_part.measure(rounds=1)
@@ -95,6 +96,7 @@ def test_the_host_part_is_timed_without_a_gpu():
         assert all(float(each) > 0 for each in row[2:] if each != row[tables])
 
 
+@pytest.mark.slow
 def test_the_host_part_of_postprocessors_is_timed_without_a_gpu():
     pytest.importorskip("triton")
     header, *rows = host_part.measure_postprocess(rounds=1)
@@ -102,6 +104,7 @@ def test_the_host_part_of_postprocessors_is_timed_without_a_gpu():
     assert all(len(row) == len(header) and float(min(row[2:], key=float)) > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_host_part_of_chunks_and_pieces_is_timed_without_a_gpu():
     pytest.importorskip("triton")
     header, *rows = host_part.measure_wires(rounds=1)

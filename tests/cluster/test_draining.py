@@ -27,7 +27,7 @@ BODIES: list[Any] = [
     (COMPLETIONS, BY_TOKENS),
     pytest.param(COMPLETIONS, {"prompt": "Hi"}, marks=pytest.mark.slow),  # passes through
     (CHAT, {"messages": []}),
-    (MESSAGES, {"messages": []}),
+    pytest.param(MESSAGES, {"messages": []}, marks=pytest.mark.slow),
     pytest.param(RESPONSES, {"input": "Hi"}, marks=pytest.mark.slow),
 ]
 

@@ -23,7 +23,7 @@ from tests.cluster.streams import (
 pytestmark = pytest.mark.processes
 
 LONG = str(WAIT_S * 10)
-SHORT_S = 0.5
+SHORT_S = 0.3
 PROMPT = "x" * 2100  # long enough for both servers at once
 BY_TOKENS = {"prompt": "Hi", "temperature": 0, "max_tokens": 9}
 BODIES = [
@@ -102,7 +102,7 @@ def test_a_stream_without_content_in_time_names_the_limit(hasty, path, body, wai
     while has_frame and answer.status_code == 504:  # the time was up before the frame
         answer = hasty.ask(path, {**body, "stream": True}, waits_after)
 
-    assert "no answer within 0.5 s: --timeout (request_timeout_s)" in last_error(path, answer)
+    assert "no answer within 0.3 s: --timeout (request_timeout_s)" in last_error(path, answer)
     assert answer.status_code == (200 if has_frame else 504)
 
 
@@ -112,7 +112,7 @@ def test_an_answer_without_a_stream_is_limited_as_a_whole(hasty, path, body):
 
     if body == BY_TOKENS:
         assert answer.status_code == 504
-    assert "no answer within 0.5 s: --timeout (request_timeout_s)" in last_error(path, answer)
+    assert "no answer within 0.3 s: --timeout (request_timeout_s)" in last_error(path, answer)
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES, ids=IDS)
@@ -133,7 +133,7 @@ def test_a_stream_that_stands_still_names_the_limit(lively, path, body):
     answer = lively.ask(path, {**body, "stream": True}, "content")
 
     assert answer.status_code == 200
-    assert "no event for 0.5 s: --idle-timeout (idle_timeout_s)" in last_error(path, answer)
+    assert "no event for 0.3 s: --idle-timeout (idle_timeout_s)" in last_error(path, answer)
 
 
 @pytest.mark.parametrize("path", FRAME)

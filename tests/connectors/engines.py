@@ -14,7 +14,7 @@ from kvferry.testing.waiting import until
 from tests.clock import Clock
 
 KEY = "k" * 32
-SHORT_LEASE = {"lease_duration_s": 1.0}
+SHORT_LEASE = {"lease_duration_s": 0.4}
 """Keys for tests that wait for the end of a lease which nobody takes."""
 SOURCE = small_geometry("HND", 4, tp=2)
 TARGET = small_geometry("NHD", 6, pp=2)
