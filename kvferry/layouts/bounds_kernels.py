@@ -77,8 +77,8 @@ def _find_outside(
         region, offset, block_stride, token_stride, head_stride, element_stride = _tile_side(
             tile, source
         )
-        reach = abs(float(offset)) + abs(float(block_stride)) * last_block
-        reach += abs(float(token_stride)) * last_token + float(tile.itemsize)
+        reach = abs(float(offset)) + abs(float(block_stride)) * float(last_block)
+        reach += abs(float(token_stride)) * float(last_token) + float(tile.itemsize)
         reach += abs(float(head_stride)) * (tile.heads - 1.0)
         reach += abs(float(element_stride)) * (tile.elements - 1.0)
         if reach >= ADDRESS_LIMIT:
@@ -88,8 +88,8 @@ def _find_outside(
         heads, elements = head_stride * (tile.heads - 1), element_stride * (tile.elements - 1)
         before = offset + min(heads, 0) + min(elements, 0)
         behind = offset + max(heads, 0) + max(elements, 0) + tile.itemsize
-        blocks = block_stride * int(first_block), block_stride * int(last_block)
-        tokens = token_stride * int(first_token), token_stride * int(last_token)
+        blocks = block_stride * first_block, block_stride * last_block
+        tokens = token_stride * first_token, token_stride * last_token
         low = before + min(blocks[0], blocks[1]) + min(tokens[0], tokens[1])
         high = behind + max(blocks[0], blocks[1]) + max(tokens[0], tokens[1])
         if low >= 0 and high <= region_bytes[region]:
@@ -104,16 +104,19 @@ def _find_outside(
 
 
 @kernel
-def _reach(runs: Any, source: bool) -> tuple[float, float, float, float]:
-    """Lowest and highest block and token of all runs; in floats, which cannot wrap."""
-    block, token, step = _run_side(runs[0], source)
-    first_block, last_block = float(block), float(block)
-    first_token, last_token = float(token), float(token)
+def _reach(runs: Any, source: bool) -> tuple[int, int, int, int]:
+    """Lowest and highest block and token of all runs, exact below :data:`ADDRESS_LIMIT`; a higher
+    token counts as that limit.
+    """
+    first_block, first_token, _ = _run_side(runs[0], source)
+    last_block, last_token = first_block, first_token
     for r in range(len(runs)):
         block, token, step = _run_side(runs[r], source)
         first_block, last_block = min(first_block, block), max(last_block, block)
-        first_token = min(first_token, token)
-        last_token = max(last_token, float(token) + (runs[r].tokens - 1.0) * step)
+        end = int(ADDRESS_LIMIT)
+        if float(token) + (runs[r].tokens - 1.0) * step < ADDRESS_LIMIT:  # so integers do not wrap
+            end = token + (runs[r].tokens - 1) * step
+        first_token, last_token = min(first_token, token), max(last_token, end)
     return first_block, last_block, first_token, last_token
 
 

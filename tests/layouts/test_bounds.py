@@ -156,6 +156,28 @@ def inside(tile, run, side, sizes):
     return min(corners) >= 0 and last <= sizes[tile[f"{side}_region"]]
 
 
+@given(
+    side=st.sampled_from(["source", "target"]),
+    place=st.sampled_from(["block", "token"]),
+    exponent=st.integers(53, 60),
+    beyond=st.integers(-(2**9), 2**9),
+)
+def test_the_check_is_exact_where_large_numbers_cancel_out(side, place, exponent, beyond):
+    """Floats would round such a block or token to another one, which may lie in the region."""
+    far = 2**exponent
+    changes = {
+        **{f"{side}_block_stride": 0, f"{side}_token_stride": 0},
+        **{f"{side}_{place}_stride": 1, f"{side}_{place}": far + beyond},
+        **{f"{side}_offset": -far, "heads": 1, "elements": 1, "tokens": 1},
+    }
+    try:
+        check([32], [32], **changes)
+    except BoundsError:
+        assert not 0 <= beyond < 32
+    else:
+        assert 0 <= beyond < 32
+
+
 @PROPERTY
 @given(st.data())
 def test_no_numbers_of_a_peer_wrap_around_the_check(data):
