@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.decoding import decode
 from kvferry.errors import KVFerryError, PeerLostError, ProtocolError, TransferError
@@ -88,6 +88,8 @@ class _Part:
     nothing."""
     sent: int = 0
     """Number of bytes of the piece sent before the piece was taken back from the reader."""
+    is_copied: bool = False
+    """Whether the connection has its own copy of the last bytes, so no piece is needed."""
 
     @property
     def header(self) -> tuple[int, int, int]:
@@ -385,7 +387,7 @@ class ServingThread(WireServer):
         if packer is None:
             return
         for part in reader.parts:
-            if part.piece is None:
+            if part.piece is None and not part.is_copied:
                 ready = functools.partial(
                     self.mailbox.post, functools.partial(self._packed, reader)
                 )
@@ -420,10 +422,16 @@ class ServingThread(WireServer):
         """Takes pieces back from a stuck reader, makes room for others, and cuts pieces again."""
         packer = self._regions.packer
         assert packer is not None  # the packer has packed the pieces
+        copied: list[_Part] = []
         if reader.link.at_hand:
             if (sent := reader.link.take_back()) is None:
                 return
-            reader.parts[0].sent += sent
+            first = reader.parts[0]
+            first.sent += sent
+            if first.is_copied:
+                copied.append(reader.parts.popleft())
+            elif reader.link.at_hand:
+                copied.append(replace(first, piece=None, is_copied=True))
         left: deque[_Part] = deque()
         for part in (*reader.parts, *reader.uncut):
             self._release(part)
@@ -433,8 +441,7 @@ class ServingThread(WireServer):
                 if sent < nbytes:
                     left.append(_Part(part.transfer, part.plan, part.index, tables, sent=sent))
                 sent = max(0, sent - nbytes)
-        reader.parts.clear()
-        reader.uncut = left
+        reader.parts, reader.uncut = deque(copied), left
 
     def _look(self) -> float | None:
         """Drops lost readers: nothing else detects the loss of a reader that takes nothing.

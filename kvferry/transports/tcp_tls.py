@@ -14,6 +14,9 @@ import select
 import socket
 import ssl
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.errors import ConfigError, DecodeError, IncompatibleError, PeerLostError
 from kvferry.transports import tcp_kernels as kernels
 from kvferry.transports.tcp_link import READABLE, TcpLink
@@ -112,6 +115,11 @@ class TlsLink(TcpLink):
         self._tls: ssl.SSLSocket | None = None
         """``None`` before the socket is connected."""
         self._is_shaken = False
+        self._begun: bytes | memoryview | None = None
+        """Bytes of which the library may have sent a part, although it took none: it wants at least
+        these bytes again."""
+        self._copy: npt.NDArray[np.uint8] | None = None
+        """Such bytes of a piece that was taken back."""
 
     @property
     def has_pending(self) -> bool:
@@ -145,6 +153,22 @@ class TlsLink(TcpLink):
                 kernels.took(part, nbytes)
                 sent += nbytes
                 self._went(nbytes)
+        if not self.at_hand:
+            self._copy = None
+        return sent
+
+    def take_back(self) -> int | None:
+        """See :meth:`TcpLink.take_back`. Bytes that the library has begun to send count as sent. A
+        copy of these bytes stays :attr:`at_hand`.
+        """
+        if self._begun is None:
+            return super().take_back()
+        if self._copy is not None:
+            return 0
+        begun = self._copy = np.frombuffer(bytes(self._begun), dtype=np.uint8)
+        sent = self._supplied - self.at_hand + begun.nbytes  # a header is no part of the piece
+        self._part_of(0).state["header"] = False
+        self.supply(begun.ctypes.data, begun.nbytes)
         return sent
 
     def pull(self, most: int, *, waits: int = 0) -> tuple[int, int, int]:
@@ -182,9 +206,10 @@ class TlsLink(TcpLink):
         if tls is None:
             return 0
         try:
-            return tls.send(data)
+            sent, self._begun = tls.send(data), None
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return 0
+            sent, self._begun = 0, data
+        return sent
 
     def _read(self, into: memoryview) -> int:
         with self._lock:  # the library allows one call at a time

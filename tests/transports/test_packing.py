@@ -19,7 +19,9 @@ from kvferry.testing.waiting import until
 from kvferry.transports import TransferState, TransportOptions, tcp_server
 from kvferry.transports.packing import PackedPiece, Packer
 from kvferry.transports.tcp_link import TcpLink
+from kvferry.transports.tcp_tls import TlsLink, reading_context
 from kvferry.transports.wire_chunks import plan_chunks
+from kvferry.transports.wire_messages import VERSION_MAX, VERSION_MIN, Hello
 from tests.transports.test_tcp_server import (
     BLOCKS,
     REGION_BYTES,
@@ -134,20 +136,39 @@ def test_readers_that_stop_leave_the_ring_to_one_that_does_not(server):
 
 
 def test_a_reader_that_stops_at_any_byte_goes_on_there(server, monkeypatch):
-    check_going_on(server, monkeypatch)
+    check_going_on(server, monkeypatch, TcpLink, RawReader(server))
 
 
-def check_going_on(server, monkeypatch):
+class EncryptedReader(RawReader):
+    """A reader over TLS."""
+
+    def __init__(self, server):
+        super().__init__(server, hello=False)
+        self.tcp = reading_context(self.endpoint.certificate).wrap_socket(self.tcp)
+        self.send(Hello(self.endpoint.token, VERSION_MIN, VERSION_MAX))
+
+
+def test_over_tls_too_it_goes_on_at_any_byte(monkeypatch):
+    """The library wants a row again of which it has sent a part, although the piece is gone."""
+    pytest.importorskip("cryptography")
+    options = TransportOptions(threads=1, extra={"encrypt_data": True})
+    with contextlib.closing(HostPackedTcpTransport.open(options)) as server:
+        _, memory = server.allocate(REGION_BYTES)
+        memory[:] = pattern(REGION_BYTES, 1)
+        check_going_on(server, monkeypatch, TlsLink, EncryptedReader(server))
+
+
+def check_going_on(server, monkeypatch, link_class, reader):
     """It takes some bytes, waits until its pieces are taken from it, and takes some more."""
     monkeypatch.setattr(tcp_server, "SLOW_BYTES", 60_000)
     draw = random.Random(1)
     taken = []
-    take_back = TcpLink.take_back
+    take_back = link_class.take_back
     monkeypatch.setattr(
-        TcpLink, "take_back", lambda link: taken.append(take_back(link)) or taken[-1]
+        link_class, "take_back", lambda link: taken.append(take_back(link)) or taken[-1]
     )
     chunks, header = 16, 24
-    with contextlib.closing(RawReader(server)) as reader:
+    with contextlib.closing(reader):
         reader.send(whole(chunks))
         (served,) = readers_of(server)
         came = bytearray()
@@ -352,4 +373,4 @@ def test_a_slot_that_is_freed_too_soon_is_found(stream, monkeypatch):
 def test_a_piece_that_begins_anew_is_found(server, monkeypatch):
     begins_the_piece_anew(monkeypatch)
     with pytest.raises(AssertionError):
-        check_going_on(server, monkeypatch)
+        check_going_on(server, monkeypatch, TcpLink, RawReader(server))
