@@ -31,7 +31,7 @@ ROOMS: dict[str, int] = {
     "cli": 3292,
     "cluster": 1448,
     "config": 433,
-    "connectors": 4595,
+    "connectors": 4596,
     "control": 2956,
     "engine": 3641,
     "explain": 1740,
@@ -42,7 +42,7 @@ ROOMS: dict[str, int] = {
     "serving": 1144,
     "testing": 3936,
     "topology": 2190,
-    "transports": 6018,
+    "transports": 6046,
 }
 """Room → lines of code: no blank lines, comments and docstrings."""
 SLACK = 0.02

@@ -136,7 +136,8 @@ class PeerSegment:
 
         Raises:
             BoundsError: the name is no name of kvferry, or the segment is smaller than ``nbytes``.
-            PeerLostError: there is no such segment, or its owner is dead.
+            PeerLostError: there is no such segment, it belongs to another user, or its owner is
+                dead.
             SharedMemoryError: the segment cannot be mapped.
         """
         if not _NAME.fullmatch(name) or nbytes <= 0:
@@ -155,6 +156,11 @@ class PeerSegment:
             raise PeerLostError(
                 f"{path}: no such segment; its owner has ended, or runs in a container with "
                 "another /dev/shm (share it, or use the tcp transport)"
+            ) from error
+        except PermissionError as error:
+            raise PeerLostError(
+                f"{path}: cannot be opened: {error.strerror}; its owner runs as another user (run "
+                "both engines as one user, or use the tcp transport)"
             ) from error
         except OSError as error:
             raise SharedMemoryError(f"{path}: cannot be opened: {error.strerror}") from error

@@ -103,6 +103,15 @@ def test_a_reader_s_end_leaves_the_segment_to_its_owner(segment):
     assert segment.array.sum() == 90_000
 
 
+def test_a_segment_of_another_user_is_out_of_reach_so_the_next_transport_is_taken(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(PeerLostError, match=r"Permission denied; its owner .* another user .* tcp"):
+        PeerSegment.attach(f"kvferry.1.{'0' * 16}", 10_000)
+
+
 def test_a_reader_cannot_write_the_owner_s_memory(segment):
     with contextlib.closing(PeerSegment.attach(segment.name, 10_000)) as peer:
         assert not peer.array.flags.writeable

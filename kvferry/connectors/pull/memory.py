@@ -54,7 +54,8 @@ class RankRegions:
         first, *others = self._transports
         region, memory = first.allocate(nbytes)
         for transport in others:
-            assert transport.register(memory) == region  # ids count alike on every transport
+            registered = transport.register(memory)
+            assert registered == region  # ids count alike on every transport
         self._allocated.append(memory)
         self.spans.append(MemorySpan(memory.ctypes.data, memory.nbytes, HOST))
         self._registered += 1
