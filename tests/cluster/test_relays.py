@@ -324,6 +324,24 @@ def test_a_key_that_the_router_judges_is_not_passed_on(make, settings, shown, pa
     assert setup.asked[0].headers.get("authorization") == passed
 
 
+def test_a_key_that_the_router_judges_is_not_passed_on_beside_another(setup):
+    headers = [("authorization", f"Bearer {key}") for key in ("operator", "of-a-proxy")]
+    setup.client.headers.pop("authorization", None)
+    setup.client.post("/v1/embeddings", json={}, headers=headers)
+    assert setup.asked[0].headers["authorization"] == "Bearer of-a-proxy"
+
+
+@pytest.mark.parametrize("method", ["POST", "OPTIONS"])
+@pytest.mark.parametrize("value", [b"a\x01b", b"\x7f", b"x\x1f"])
+def test_a_header_that_no_server_can_be_sent_harms_its_own_request_only(setup, method, value):
+    refused = setup.client.request(method, "/v1/completions", json={}, headers={"x-mine": value})
+    assert refused.status_code == 400
+    assert "header 'x-mine': it has the control character" in refused.json()["error"]["message"]
+    assert setup.asked == []
+    engines = setup.client.get("/health").json()["engines"]
+    assert all(engine["healthy"] for engine in engines)
+
+
 def test_a_clients_request_id_reaches_servers_with_a_suffix_and_comes_back_as_sent(setup):
     sent = {"x-request-id": "job 7[b]"}
     answers = [setup.client.post("/v1/completions", json={}, headers=sent) for _ in range(2)]
