@@ -32,6 +32,9 @@ decode engine: only the prefill engine knows the number of cached prompt tokens.
 _CONTEXT = 32
 """Number of the prompt's last tokens that may change the text of the next token, such as its
 leading space."""
+_NO_PREFIX = "Invalid prefix encountered"
+"""Beginning of the error of ``DecodeStream`` for a token that changes the text before it: bytes of
+a character are followed by another character."""
 
 
 class TextStream:
@@ -56,9 +59,7 @@ class TextStream:
         """Number of characters that `_stream` has returned so far."""
         self._held = ""
         """Decoded text that may be the start of a stop string."""
-        self._stream = DecodeStream(skip_special_tokens=True)
-        for token_id in (prompt or ())[-_CONTEXT:]:
-            self._stream.step(tokenizer, token_id)
+        self._stream = DecodeStream(list((prompt or ())[-_CONTEXT:]), skip_special_tokens=True)
 
     @property
     def stopped(self) -> bool:
@@ -66,9 +67,18 @@ class TextStream:
         return self.stopped_by is not None
 
     def push(self, token_id: int) -> str:
-        """Takes the next token; returns the text that is now certain, often the empty text."""
+        """Takes the next token; returns the text that is now certain, often the empty text. Bytes
+        that never become a character are left out if other text follows.
+        """
+        try:
+            text = self._stream.step(self._tokenizer, token_id) or ""
+        except Exception as error:  # the library raises no class of its own
+            if not str(error).startswith(_NO_PREFIX):
+                raise
+            self._stream = DecodeStream(skip_special_tokens=True)
+            self._tokens, self._decoded = [], 0
+            text = self._stream.step(self._tokenizer, token_id) or ""
         self._tokens.append(token_id)
-        text = self._stream.step(self._tokenizer, token_id) or ""
         self._decoded += len(text)
         return self._release(text)
 

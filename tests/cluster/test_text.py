@@ -82,6 +82,41 @@ def test_text_after_a_prompt_goes_on_from_it_as_a_vllm_servers_does(codec):
     assert feed(codec.stream(prompt=list(b"Hi")), [*b"a", *begun]) == ("a", 3)
 
 
+def by_bytes():
+    """Tokens of single bytes and of characters, as models of the Llama 2 kind have."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "b": 257}
+    words = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    words.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return words
+
+
+@pytest.mark.parametrize("prompt", [None, [256], [*"你".encode(), *"好".encode()[:2], 257]])
+def test_bytes_that_change_the_text_before_them_are_left_out(prompt):
+    """As a vLLM server does: the decoder of all bytes would take back a character that was told."""
+    tokens = [*"你".encode(), *"好".encode()[:2], 257, 256]
+    assert feed(TextStream(by_bytes(), prompt=prompt), tokens) == ("你ba", len(tokens))
+
+
+@given(st.lists(st.integers(0, 257), max_size=12), st.lists(st.integers(0, 257), max_size=12))
+def test_no_tokens_end_an_answer(prompt, tokens):
+    told, count = feed(TextStream(by_bytes(), prompt=prompt), tokens)
+    assert count == len(tokens)
+    assert told == "".join(told_by_vllm(by_bytes(), prompt, tokens))
+
+
+def told_by_vllm(tokenizer, prompt, tokens):
+    """The pieces of vLLM 0.32's detokenizer, which begins anew at this error."""
+    stream = decoders.DecodeStream(prompt, skip_special_tokens=True)
+    for token in tokens:
+        try:
+            piece = stream.step(tokenizer, token)
+        except Exception as error:
+            assert "Invalid prefix" in str(error)
+            stream = decoders.DecodeStream(skip_special_tokens=True)
+            piece = stream.step(tokenizer, token)
+        yield piece or ""
+
+
 def test_a_folder_without_a_tokenizer_is_a_model_error(tmp_path):
     with pytest.raises(ModelError, match=re.escape(str(tmp_path))):
         TextCodec.open(tmp_path)
