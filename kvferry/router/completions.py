@@ -41,8 +41,8 @@ _DEFAULTS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min
 """Fields that the router does not send, and for which a foreign server may have a default of its
 own: a client that names the usual value has to reach the server."""
 _LONG_TEXT = 100_000
-"""Number of characters above which a text is tokenized outside of the event loop: tokenizing takes
-more than 10 ms."""
+"""Number of characters of all texts above which they are tokenized outside of the event loop:
+tokenizing takes more than 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Completions:
         limit = self.members.max_model_len
         if limit and longest > limit * self.codec.longest_token:
             raise _too_long(generation, limit, f"the text has {longest} characters")
-        if longest > _LONG_TEXT:
+        if sum(map(len, texts)) > _LONG_TEXT:
             # The event loop serves other requests meanwhile.
             prompts = await asyncio.to_thread(_encode, generation, self.codec)
         else:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -91,6 +92,20 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(setup, codec, mo
 
     assert "longest sequence" in message
     assert tokenized == [len("Hi")]
+
+
+def test_much_text_in_many_prompts_is_tokenized_beside_the_event_loop(setup, codec, monkeypatch):
+    threads = []
+    encode = codec.encode
+    monkeypatch.setattr(
+        codec, "encode", lambda text: threads.append(threading.current_thread()) or encode(text)
+    )
+    assert setup.complete(max_tokens=5).status_code == 200
+    assert setup.complete(prompt=["x" * 1000] * 128).status_code == 400  # too long for the model
+
+    loop, *others = threads
+    assert len(others) == 128
+    assert loop not in others
 
 
 @pytest.mark.parametrize("content", NOT_JSON + NESTED)
