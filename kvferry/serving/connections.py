@@ -61,6 +61,8 @@ class _Connection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._own_app = self.app
         self._is_refused = False
+        self._untaken = 0
+        """Number of bytes that waited for the client when it was last looked at."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -98,10 +100,22 @@ class _Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._wait(TAKE_TIMEOUT_S)
+        self._wait_for_taker()
+
+    def _wait_for_taker(self) -> None:
+        """Looks again later whether the client has read bytes of the answer."""
+        self._untaken = self.transport.get_write_buffer_size()
+        self._wait(TAKE_TIMEOUT_S, self._look_at_taker)
+
+    def _look_at_taker(self) -> None:
+        if self.transport.get_write_buffer_size() < self._untaken:
+            self._wait_for_taker()
+        else:
+            self.drop()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._wait(None)
         self._note()
 
     def _note(self) -> None:
@@ -124,10 +138,12 @@ class _Connection(H11Protocol):
         """Whether as many other connections as possible have a complete request."""
         return len(self.connections) - len(self._all.waiting) >= self._all.most
 
-    def _wait(self, timeout_s: float | None) -> None:
+    def _wait(self, timeout_s: float | None, then: Callable[[], None] | None = None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if timeout_s is None else self.loop.call_later(timeout_s, self.drop)
+        self._timer = None
+        if timeout_s is not None:
+            self._timer = self.loop.call_later(timeout_s, then or self.drop)
 
     def drop(self) -> None:
         """Closes the connection at once."""

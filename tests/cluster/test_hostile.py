@@ -202,8 +202,10 @@ async def endless(_):
         while True:
             yield b"x" * 65536
     return StreamingResponse(pieces())
+async def large(_): return Response(b"x" * (16 << 20))
 app = Starlette(routes=[
-    Route("/health", health), Route("/post", post, methods=["POST"]), Route("/endless", endless)
+    Route("/health", health), Route("/post", post, methods=["POST"]), Route("/endless", endless),
+    Route("/large", large)
 ])
 try:
     from kvferry.serving import connections
@@ -297,6 +299,25 @@ def test_a_head_that_comes_byte_by_byte_is_cut_off(starved_server):
         pytest.raises(ConnectionError),
     ):
         send_slowly(slow)
+@pytest.mark.processes
+def test_a_client_that_reads_slowly_but_steadily_gets_the_whole_answer(starved_server):
+    port, _ = starved_server
+
+    def takes_all():
+        """Whether all came, after longer than a client may read nothing."""
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            slow.settimeout(WAIT_S)
+            slow.connect(("127.0.0.1", port))
+            slow.sendall(b"GET /large HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            taken, began = 0, time.monotonic()
+            with contextlib.suppress(ConnectionError):
+                while piece := slow.recv(1 << 17):
+                    taken += len(piece)
+                    time.sleep(0.02)
+            return taken > 16 << 20 and time.monotonic() - began > 1.5
+
+    assert any(takes_all() for _ in range(5))  # a busy machine may keep a client waiting
 
 
 @pytest.mark.timed("A connection that is cut off after 1 s must be seen open first.")
