@@ -51,12 +51,12 @@ from kvferry.router.members import EnginePool
 from kvferry.router.paths import QUEUED, SGLANGS
 from kvferry.router.queue import QueuePlace, priority_of
 from kvferry.router.replies import (
-    EVENT_END,
     Computed,
     EngineFailedError,
     Forwarded,
     Reply,
     has_content,
+    whole_events,
 )
 from kvferry.router.rooms import (
     REMOTE_DECODE,
@@ -445,8 +445,8 @@ async def _chunks(forwarded: Forwarded, request: BodyRequest) -> AsyncGenerator[
                 if patience.has_begun or has_content(frame):
                     patience.heard()
                 if request.is_counted_elsewhere:
-                    events, end, begun = (begun + chunk).rpartition(EVENT_END)
-                    chunk = await request.counted(events + end)
+                    events, begun = whole_events(begun + chunk)
+                    chunk = await request.counted(events)
             yield chunk
     if begun:
         yield begun

@@ -17,8 +17,6 @@ from kvferry.router.pace import Count
 from kvferry.serving.messages import MOST_NAME_CHARACTERS
 from kvferry.serving.openai import ApiError
 
-EVENT_END = b"\n\n"
-"""End of an event in a stream."""
 _EVENT_ENDS = re.compile(rb"\r?\n\r?\n")
 """End of an event in a stream, also of servers that end a line with two characters."""
 _MOST_BEGINNING = 1 << 20
@@ -253,6 +251,16 @@ async def beginning(response: Response, events: int) -> tuple[bytes, bytes | Non
     told = [event.partition(b"data:")[2] for event in _EVENT_ENDS.split(first)[:events]]
     errors = [event for event in told if (error := said_error(event)) and status_of(error) >= 500]
     return first, errors[0] if errors else None
+
+
+def whole_events(received: bytes) -> tuple[bytes, bytes]:
+    """The whole events in the bytes of a stream, and the beginning of the next event.
+
+    >>> whole_events(b"data: 1\\r\\n\\r\\ndata: 2\\n\\ndata:")
+    (b'data: 1\\r\\n\\r\\ndata: 2\\n\\n', b'data:')
+    """
+    end = max((found.end() for found in _EVENT_ENDS.finditer(received)), default=0)
+    return received[:end], received[end:]
 
 
 class _Piece(msgspec.Struct):

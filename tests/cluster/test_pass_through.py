@@ -674,6 +674,31 @@ def test_no_client_chooses_the_path_by_its_host(make, monkeypatch, host):
     assert setup.prefill[0].paths == setup.decode[0].paths == ["/v1/completions"]
 
 
+def test_events_whose_lines_end_with_two_characters_come_one_by_one(make):
+    setup, goes_on = make(), threading.Event()
+    setup.prefill[0].usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 1}}
+
+    async def events():
+        yield b'data: {"choices": [{"index": 0, "delta": {"role": "assistant"}}]}\r\n\r\n'
+        yield b'data: {"choices": [{"index": 0, "delta": {"content": "a"}}]}\r\n\r'
+        yield b"\n"
+        while not goes_on.is_set():
+            await asyncio.sleep(0.01)
+        usage = b'{"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}'
+        yield b'data: {"choices": [], "usage": %b}\r\n\r\ndata: [DONE]\r\n\r\n' % usage
+
+    setup.decode[0].in_turn = lambda: StreamingResponse(events(), headers=EVENT_STREAM)
+    body = {"messages": [], "stream": True, "stream_options": {"include_usage": True}}
+    with setup.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        came = response.iter_raw()
+        first = next(came)
+        goes_on.set()
+        rest = b"".join(came)
+    assert first.endswith(b'{"content": "a"}}]}\r\n\r\n')
+    assert b'"cached_tokens":1}' in rest
+    assert rest.endswith(b"data: [DONE]\r\n\r\n")
+
+
 def test_an_answer_that_takes_too_long_is_a_504(make):
     setup = make(request_timeout_s=0.3)
     setup.decode[0].hang = True
