@@ -189,7 +189,8 @@ class RequestSpan:
         """Reason of the failure; empty if the request did not fail."""
         self._began = time.monotonic()
         self._ended: float | None = None
-        self._wait: RequestSpan | None = None
+        self._waits: list[RequestSpan] = []
+        """Waits in the router's queue, one for each sequence of the request."""
         self._spans = spans
         self._span: OtelSpan | None = None
         self.traceparent = parent or new_traceparent()
@@ -211,17 +212,18 @@ class RequestSpan:
 
     @property
     def waited_s(self) -> float:
-        """Seconds in the router's queue, so far."""
-        return 0.0 if self._wait is None else self._wait.seconds
+        """Seconds in the router's queue, so far; of several sequences, the longest wait."""
+        return max((wait.seconds for wait in self._waits), default=0.0)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """A span for the request's time in the router's queue, until the block ends."""
-        self._wait = RequestSpan(self._spans, "queue", self.traceparent)
+    def waiting(self) -> Iterator["RequestSpan"]:
+        """A span for a sequence's time in the router's queue, until the block ends; yields it."""
+        wait = RequestSpan(self._spans, "queue", self.traceparent)
+        self._waits.append(wait)
         try:
-            yield
+            yield wait
         finally:
-            self._wait.end()
+            wait.end()
 
     @contextmanager
     def part(self, name: str, engine: str) -> Iterator[str]:

@@ -430,8 +430,8 @@ class HandOver:
     ) -> AsyncGenerator[Told, None]:
         """Runs the whole sequence as soon as the engines have room."""
         needs: list[Role] = ["decode", "prefill"] if request.wants_prefill else ["decode"]
-        async with queue.waited(request.place, needs, request.span):
-            self.waited(request.span.waited_s)
+        async with queue.waited(request.place, needs, request.span) as waited_s:
+            self.waited(waited_s)
             async with aclosing(self._attempts(request)) as replies:
                 async for reply in replies:
                     yield reply

@@ -142,19 +142,20 @@ class RequestQueue:
     @asynccontextmanager
     async def waited(
         self, place: QueuePlace, needs: Collection[Role], span: RequestSpan
-    ) -> AsyncIterator[None]:
-        """Waits for room, as a part of ``span``; the request keeps its place until the context
-        ends, or servers of all roles in ``needs`` have got the request.
+    ) -> AsyncIterator[float]:
+        """Waits for room, as a part of ``span``, and yields the seconds of the wait; the request
+        keeps its place until the context ends, or servers of all roles in ``needs`` have got the
+        request.
 
         Raises:
             ApiError: 429, too many requests wait.
         """
         place.came, place.needs, place.reserved = time.monotonic_ns(), set(needs), self._reserved
         try:
-            with span.waiting():
+            with span.waiting() as wait:
                 self._enter(place)
                 await place.admitted.wait()
-            yield
+            yield wait.seconds
         finally:
             if place in self._waiting:
                 self._remove(place)

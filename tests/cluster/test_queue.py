@@ -126,6 +126,33 @@ def test_urgent_requests_without_end_starve_no_batch_request():
     assert admitted.index("batch") == OLDEST_EACH - 1
 
 
+def test_each_sequence_of_a_request_has_a_wait_of_its_own():
+    room, span = Room(1), RequestSpan(None, CHAT, "")
+    waits: list[float] = []
+
+    async def run():
+        queue, goes_on = room.queue(), asyncio.Event()
+
+        async def sequence():
+            async with queue.waited(QueuePlace(0), ("decode",), span) as waited_s:
+                waits.append(waited_s)
+                room.taken["decode"] = 1  # until the test goes on, there is room for one alone
+                await goes_on.wait()
+                room.taken["decode"] = 0
+
+        tasks = [asyncio.create_task(sequence()) for _ in range(3)]
+        while len(waits) < 1:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        goes_on.set()
+        await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S)
+
+    asyncio.run(run())
+    first, *others = waits
+    assert first < min(others)
+    assert span.waited_s == max(waits)
+
+
 def test_a_request_that_needs_both_servers_waits_for_both_and_nobody_overtakes_it():
     room = Room(1)
     admitted: list[str] = []
