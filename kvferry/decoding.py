@@ -7,6 +7,8 @@ import msgspec
 
 from kvferry.errors import DecodeError
 
+UNDECODED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec for bytes that are no message of the wanted kind."""
 _MAX_ERROR_CHARS = 1000
 """Largest number of characters in an error about bytes that do not decode."""
 
@@ -44,7 +46,7 @@ def decode(decoder: msgspec.msgpack.Decoder[M], data: bytes | memoryview, what: 
     """
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODED as error:
         # The writer of the bytes chose parts of the text, which may have any length.
         text = str(error)[:_MAX_ERROR_CHARS]
         raise DecodeError(f"{what} of {len(data)} bytes: {text}") from error

@@ -47,7 +47,8 @@ class Counts:
         has before its usage may be the client's own JSON, or the model's.
         """
         usage = reply.usage or {}
-        told = usage.get(self._details) or usage
+        details = usage.get(self._details)
+        told = details if isinstance(details, dict) and details else usage
         if told.get(self._cached) is None:
             told = {**told, self._cached: reply.cached_tokens}
         if told[self._cached] is None:

@@ -21,6 +21,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from kvferry.decoding import UNDECODED
+
 _DEFAULT_MAX_TOKENS = 16
 """``max_tokens`` of a completion without this field. Releases of vLLM differ in the meaning of
 ``null``: 16, or as many tokens as there is room for."""
@@ -232,7 +234,7 @@ def runs_tools(body: bytes) -> bool:
     """
     try:
         msgspec.json.decode(body, type=_WithTools)
-    except msgspec.DecodeError:
+    except UNDECODED:
         return True
     return False
 

@@ -17,6 +17,7 @@ from urllib.parse import quote
 import msgspec
 
 from kvferry.control.give_backs import WORD, WORD_BYTES
+from kvferry.decoding import UNDECODED
 from kvferry.errors import KVFerryError
 from kvferry.observe.spans import RequestSpan
 from kvferry.router import engine_client
@@ -411,7 +412,7 @@ class Engine:
             own = None if self.told.is_ours else msgspec.json.decode(payload, type=dict[str, Any])
             reply = msgspec.convert(own, Reply) if own else msgspec.json.decode(payload, type=Reply)
             reply.own, reply.headers = own, response.headers
-        except msgspec.DecodeError as error:
+        except UNDECODED as error:
             raise ApiError(502, self._attribute(f"its answer does not decode: {error}")) from error
         return reply
 

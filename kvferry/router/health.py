@@ -425,7 +425,7 @@ class EngineHealth:
 
 def _decoded(content: bytes, kind: type[T]) -> T | None:
     """The content of an answer; ``None`` if the answer is of another kind."""
-    with contextlib.suppress(msgspec.DecodeError):
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         return msgspec.json.decode(content, type=kind)
     return None
 

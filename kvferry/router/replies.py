@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvferry.config import printable
+from kvferry.decoding import UNDECODED
 from kvferry.errors import DrainingError, TransferError
 from kvferry.router.engine_client import ClientError, Response
 from kvferry.router.pace import Count
@@ -116,8 +117,8 @@ class Reply(msgspec.Struct):
         the number. vLLM's servers report it only with ``--enable-prompt-tokens-details``, or if
         they lend KV.
         """
-        details = (self.usage or {}).get("prompt_tokens_details") or {}
-        told = details.get("cached_tokens")
+        details = (self.usage or {}).get("prompt_tokens_details")
+        told = details.get("cached_tokens") if isinstance(details, dict) else None
         if told is None:
             told = (self.kv_transfer_params or {}).get("remote_prefill_cached_tokens")
         return told if isinstance(told, int) else None
@@ -254,18 +255,25 @@ async def beginning(response: Response, events: int) -> tuple[bytes, bytes | Non
 
 
 def whole_events(received: bytes) -> tuple[bytes, bytes]:
-    """The whole events in the bytes of a stream, and the beginning of the next event.
+    r"""The whole events in the bytes of a stream, and the beginning of the next event.
 
-    >>> whole_events(b"data: 1\\r\\n\\r\\ndata: 2\\n\\ndata:")
-    (b'data: 1\\r\\n\\r\\ndata: 2\\n\\n', b'data:')
+    >>> whole_events(b"data: 1\r\n\r\ndata: 2\n\ndata:")
+    (b'data: 1\r\n\r\ndata: 2\n\n', b'data:')
     """
     end = max((found.end() for found in _EVENT_ENDS.finditer(received)), default=0)
     return received[:end], received[end:]
 
 
+class _PieceOfChoice(msgspec.Struct):
+    text: Any = None
+    token_ids: Any = None
+    finish_reason: Any = None
+    delta: dict[str, Any] | None = None
+
+
 class _Piece(msgspec.Struct):
     type: str = ""
-    choices: list[dict[str, Any]] | None = None
+    choices: list[_PieceOfChoice] | None = None
 
 
 def has_content(events: bytes) -> bool:
@@ -280,16 +288,17 @@ def has_content(events: bytes) -> bool:
 def _has_content(payload: bytes) -> bool:
     try:
         event = msgspec.json.decode(payload, type=_Piece)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNDECODED:
         return True  # the end of the stream, or no API of ours
     if event.type:  # of Anthropic's and Cohere's APIs, and of OpenAI's responses
         return event.type.endswith(("delta", "done"))
     if event.choices is None:
         return True
-    names = ("text", "token_ids", "finish_reason")
     return any(
-        any(choice.get(name) for name in names)
-        or any(said for name, said in (choice.get("delta") or {}).items() if name != "role")
+        choice.text
+        or choice.token_ids
+        or choice.finish_reason
+        or any(said for name, said in (choice.delta or {}).items() if name != "role")
         for choice in event.choices
     )
 
@@ -305,7 +314,7 @@ def said_error(content: bytes) -> Refusal | None:
     """
     try:
         told = msgspec.json.decode(content, type=_Event)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNDECODED:
         return None
     if told.type == "error" and told.error is None:
         return Refusal(str(told.message), told.code)

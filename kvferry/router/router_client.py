@@ -7,6 +7,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from kvferry.decoding import UNDECODED
 from kvferry.errors import KVFerryError, PeerLostError
 from kvferry.router.snapshot import Snapshot
 from kvferry.serving import web
@@ -91,7 +92,7 @@ class RouterClient:
                         yield msgspec.json.decode(line[5:], type=Snapshot)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise PeerLostError(f"router {self._url}: {error}") from error
-        except msgspec.DecodeError as error:
+        except UNDECODED as error:
             raise KVFerryError(f"router {self._url}: it tells something else: {error}") from error
         raise PeerLostError(f"router {self._url}: it tells no more")
 
@@ -99,11 +100,11 @@ class RouterClient:
         """The error to raise for a refusal."""
         try:
             refusal = msgspec.json.decode(content, type=_Refusal)
-        except msgspec.DecodeError as error:
+        except UNDECODED as error:
             return self._no_router(status, error)
         return KVFerryError(f"router {self._url}: {refusal.error.message}")
 
-    def _no_router(self, status: int, error: msgspec.DecodeError) -> KVFerryError:
+    def _no_router(self, status: int, error: Exception) -> KVFerryError:
         return KVFerryError(f"{self._url} is no router of kvferry: it answers {status}, {error}")
 
     def _ask(self, method: str, path: str, body: object = None) -> dict[str, Any]:
@@ -122,5 +123,5 @@ class RouterClient:
             return msgspec.json.decode(response.content, type=dict[str, Any])
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise PeerLostError(f"router {self._url}: {error}") from error
-        except msgspec.DecodeError as error:
+        except UNDECODED as error:
             raise self._no_router(response.status_code, error) from error
