@@ -201,7 +201,8 @@ class Completions:
             except BaseException:
                 await deltas.aclose()
                 raise
-            response = web.EventStream(self._events(first, deltas, shape, answer))
+            events = self._events(first, deltas, shape, answer)
+            response = web.EventStream(events, failed=self.metrics.failed)
         response.headers["x-request-id"] = head.request_id or span.request_id
         if self.settings.explain and answer.routes:
             response.headers["x-kvferry-route"] = ", ".join(answer.routes[:_ROUTES])
@@ -241,15 +242,11 @@ class Completions:
     ) -> AsyncGenerator[bytes, None]:
         delta: ChoiceDelta | None = first
         async with aclosing(deltas):
-            try:
-                while delta is not None:
-                    chunk = shape.chunk(delta)
-                    if chunk is not None:
-                        yield web.sse_event(chunk)
-                    delta = await anext(deltas, None)
-            except ApiError as error:
-                self.metrics.failed(error)
-                raise
+            while delta is not None:
+                chunk = shape.chunk(delta)
+                if chunk is not None:
+                    yield web.sse_event(chunk)
+                delta = await anext(deltas, None)
             if shape.generation.include_usage:
                 yield web.sse_event(shape.usage_chunk(answer.usage(), answer.words))
             yield web.SSE_DONE

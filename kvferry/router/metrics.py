@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from kvferry.router.engines import Engine
@@ -111,8 +111,10 @@ class RouterMetrics:
             try:
                 with web.told_why():
                     response = await answer(request)
-            except ApiError as error:
-                self.answered_with(error)
+            except (web.ClientGoneError, ClientDisconnect):
+                raise
+            except Exception as error:
+                self.answered_with(web.told_of(error))
                 raise
             self.requests.labels(str(response.status_code)).inc()
             return response

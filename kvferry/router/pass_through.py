@@ -35,6 +35,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvferry.decoding import UNDECODED
 from kvferry.observe.spans import RequestSpan
 from kvferry.router.apis import APIS, OTHER, Api
 from kvferry.router.copies import most_new_tokens, runs_tools
@@ -196,7 +197,7 @@ class BodyRequest(RoutedRequest[Forwarded]):
             # SGLang answers several prompts on a path of its own with a list.
             told = msgspec.json.decode(content, type=Computed | list[Any])
             reply = told if isinstance(told, Computed) else Computed()
-        except msgspec.DecodeError as error:
+        except UNDECODED as error:
             raise ApiError(
                 502, f"prefill engine {engine.name!r}: its answer does not decode: {error}"
             ) from error
@@ -303,6 +304,8 @@ class PassThrough:
     hand_over: HandOver
     patience: Callable[[], web.Patience]
     """Makes the time limits of an answer."""
+    failed: Callable[[ApiError], None] = lambda _: None
+    """Called with the error that ends a stream."""
 
     async def answer(
         self,
@@ -349,7 +352,7 @@ class PassThrough:
         )
         try:
             return await web.until_disconnect(request.receive, self._answer(asked))
-        except (_RefusedError, ApiError, web.ClientGoneError) as error:
+        except Exception as error:
             span.end(str(error))
             asked.close()  # the answer may have begun just as the client left, or as it is refused
             if isinstance(error, _RefusedError):
@@ -368,7 +371,12 @@ class PassThrough:
                 content = await request.counted(await forwarded.read())
         if forwarded.is_stream:
             chunks = _chunks(forwarded, request)
-            stream = web.EventStream(chunks, on_end=lambda: _end(forwarded, request))
+
+            def failed(error: ApiError) -> None:
+                request.span.end(str(error))
+                self.failed(error)
+
+            stream = web.EventStream(chunks, on_end=lambda: _end(forwarded, request), failed=failed)
             stream.status_code = forwarded.status
             return _relayed(stream, forwarded.headers, request)
         request.span.end()
@@ -470,7 +478,7 @@ def _decoded(content: bytes) -> Any:
     """Decodes JSON; other content is returned as text."""
     try:
         return msgspec.json.decode(content) if content else None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODED:
         return content.decode(errors="replace")
 
 

@@ -126,7 +126,7 @@ class Router:
             self._completions = Completions(
                 settings, codec, members, hand_over, chooser, self._metrics, patience
             )
-        self._pass_through = PassThrough(hand_over, patience)
+        self._pass_through = PassThrough(hand_over, patience, self._metrics.failed)
         self._relays = Relays(self._pass_through, self.bodies, self._keys, self._metrics)
         elsewhere = workers.requests if workers is not None else None
         self._watch = ClusterWatch(members, self.client, settings.curve, spans, elsewhere)

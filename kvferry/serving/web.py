@@ -144,17 +144,22 @@ def json_response(
     )
 
 
+def told_of(error: Exception) -> ApiError:
+    """The error that a client gets for an exception."""
+    match error:
+        case ApiError():
+            return error
+        case RecursionError():  # only the body of a request can nest so deeply
+            return ApiError(400, "the body is nested too deeply")
+        case _:
+            return ApiError(500, f"internal error: {error!r}", code="internal_error")
+
+
 async def answer_error(request: Request, error: Exception) -> Response:
     """The answer to a request that raised an exception; unknown exceptions get status 500."""
-    match error:
-        case ClientGoneError() | ClientDisconnect():
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        case ApiError():
-            told = error
-        case RecursionError():  # only the body of a request can nest so deeply
-            told = ApiError(400, "the body is nested too deeply")
-        case _:
-            told = ApiError(500, f"internal error: {error!r}", code="internal_error")
+    if isinstance(error, ClientGoneError | ClientDisconnect):
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    told = told_of(error)
     response = json_response(told.body(request.scope.get("path", "")), told.status)
     if told.content is not None:
         response = Response(told.content, told.status)
@@ -288,13 +293,22 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         headers: dict[str, str] | None = None,
         on_end: Callable[[], None] = lambda: None,
+        failed: Callable[[ApiError], None] = lambda _: None,
     ) -> None:
+        """Makes the response.
+
+        Args:
+            events: yields the bytes of events.
+            headers: further headers.
+            on_end: is called at the end of the stream, even if it was never started.
+            failed: is called before, if the stream ends with an error.
+        """
         super().__init__(headers={"cache-control": "no-cache", **(headers or {})})
         # The base class sets the length of its empty body.
         del self.headers["content-length"]
         self._events = events
         # Not a part of the generator: a generator that was never started runs no clean-up.
-        self._on_end = on_end
+        self._on_end, self._failed = on_end, failed
         self._last: bytes | None = None
         """The bytes of events that were sent last; ``None`` before the head was sent."""
 
@@ -306,6 +320,7 @@ class EventStream(Response):
         except ClientGoneError:
             return
         except ApiError as error:
+            self._failed(error)
             if self._last is None:
                 await self._send_head(send)
             end = _error_event(error, scope.get("path", ""), self._last or b"")

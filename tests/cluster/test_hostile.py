@@ -299,6 +299,8 @@ def test_a_head_that_comes_byte_by_byte_is_cut_off(starved_server):
         pytest.raises(ConnectionError),
     ):
         send_slowly(slow)
+
+
 @pytest.mark.processes
 def test_a_client_that_reads_slowly_but_steadily_gets_the_whole_answer(starved_server):
     port, _ = starved_server

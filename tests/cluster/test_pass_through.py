@@ -61,14 +61,18 @@ class Server:
     drop: bool = False
     """Send the headers of a stream, and then go away."""
     hang: bool = False
-    tells: dict[str, Any] = field(default_factory=dict)
+    tells: dict[str, Any] | bytes = field(default_factory=dict)
     """What its health check says; an engine of ours tells its role."""
+    checks: int = 0
+    """How often its health was checked."""
     health_s: float = 0.0
     """Seconds that its health check takes."""
     at_once: Callable[[], Response] | None = None
     """What it answers to a body with a transfer."""
     in_turn: Callable[[], Response] | None = None
     """What it answers to a body with what was lent."""
+    computes: Callable[[], Response] | None = None
+    """What it answers to a body for which it computes the prompt in turn."""
     after: "Server | None" = None
     """Who must have been asked before it answers."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -91,6 +95,9 @@ class Server:
 
     async def _health(self, _: Request) -> Response:
         await asyncio.sleep(self.health_s)
+        self.checks += 1
+        if isinstance(self.tells, bytes):
+            return Response(self.tells)
         return JSONResponse(self.tells, 503 if self.dies and self.bodies else 200)
 
     async def _models(self, _: Request) -> Response:
@@ -100,6 +107,12 @@ class Server:
         self.taken_back.append(await request.json())
         return JSONResponse({})
 
+    def _told(self, params: dict[str, Any]) -> Callable[[], Response] | None:
+        """What a test told it to answer to a body with such parameters."""
+        if self.at_once and "transfer" in params:
+            return self.at_once
+        return self.computes if "do_remote_decode" in params else self.in_turn
+
     async def _complete(self, request: Request) -> Response:
         body = await request.json()
         (body.get("kv_transfer_params") or {}).pop("router_s", None)
@@ -108,10 +121,8 @@ class Server:
         self.headers.append(dict(request.headers))
         while self.after is not None and not self.after.bodies:
             await asyncio.sleep(0.01)
-        if self.at_once and "transfer" in body.get("kv_transfer_params", {}):
-            return self.at_once()
-        if self.in_turn and "do_remote_decode" not in body.get("kv_transfer_params", {}):
-            return self.in_turn()
+        if (answer := self._told(body.get("kv_transfer_params") or {})) is not None:
+            return answer()
         if self.status != 200:
             return JSONResponse({"error": {"message": "as told"}}, self.status)
         while self.hang:
@@ -697,6 +708,69 @@ def test_events_whose_lines_end_with_two_characters_come_one_by_one(make):
     assert first.endswith(b'{"content": "a"}}]}\r\n\r\n')
     assert b'"cached_tokens":1}' in rest
     assert rest.endswith(b"data: [DONE]\r\n\r\n")
+
+
+NO_TEXT = b'{"choices": [{"finish_reason": "\xff"}], "kv_transfer_params": {"ticket": "t"}}'
+
+
+def test_an_answer_that_is_no_text_is_a_502_that_is_counted(make):
+    setup = make()
+    setup.prefill[0].computes = lambda: Response(NO_TEXT)
+    answer = setup.post()
+    assert answer.status_code == 502
+    assert "prefill engine 'p0': its answer does not decode" in answer.json()["error"]["message"]
+    assert 'kvferry_router_requests_total{status="502"} 1.0' in setup.client.get("/metrics").text
+
+
+def test_numbers_of_another_form_change_nothing(make):
+    setup = make()
+    setup.prefill[0].usage = {"prompt_tokens": 9, "prompt_tokens_details": 5}
+    own = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 8}}}
+    setup.decode[0].in_turn = lambda: JSONResponse(own)
+    assert setup.post().json() == own
+
+
+def test_pieces_of_another_form_reach_the_client(make):
+    setup = make()
+    events = b'data: {"choices": [{"delta": "x"}]}\n\ndata: {"choices": [{"delta": "y"}]}\n\n'
+    setup.decode[0].in_turn = lambda: Response(events, headers=EVENT_STREAM)
+    assert setup.post(stream=True).content == events
+
+
+def test_a_defect_of_the_router_is_counted(make, monkeypatch):
+    setup = make()
+
+    def fail(*_):
+        raise ValueError("as told by the test")
+
+    monkeypatch.setattr(HandOver, "run", fail)
+    with contextlib.suppress(httpx.RemoteProtocolError):
+        assert setup.post().status_code == 500
+    told = setup.client.get("/metrics").text
+    assert 'kvferry_router_requests_total{status="500"} 1.0' in told
+    assert 'kvferry_router_errors_total{code="internal_error"} 1.0' in told
+
+
+def test_a_stream_that_breaks_off_is_counted(make):
+    setup = make()
+
+    async def events():
+        for text in "ab":
+            yield b'data: {"choices": [{"delta": {"content": "%b"}}]}\n\n' % text.encode()
+        raise ConnectionResetError("as told by the test")
+
+    setup.decode[0].in_turn = lambda: StreamingResponse(events(), headers=EVENT_STREAM)
+    assert b'"code":"engine_unavailable"' in setup.post(stream=True).content
+    told = setup.client.get("/metrics").text
+    assert 'kvferry_router_errors_total{code="engine_unavailable"} 1.0' in told
+
+
+def test_a_health_check_that_is_no_text_is_not_the_last(make):
+    setup = make(decode=1)
+    server = setup.decode[0]
+    server.tells = b'{"kv_role": "\xff"}'
+    before = server.checks
+    until(lambda: server.checks > before + 3)
 
 
 def test_an_answer_that_takes_too_long_is_a_504(make):

@@ -110,8 +110,7 @@ def told_by_vllm(tokenizer, prompt, tokens):
     for token in tokens:
         try:
             piece = stream.step(tokenizer, token)
-        except Exception as error:
-            assert "Invalid prefix" in str(error)
+        except Exception:  # "Invalid prefix encountered"
             stream = decoders.DecodeStream(skip_special_tokens=True)
             piece = stream.step(tokenizer, token)
         yield piece or ""

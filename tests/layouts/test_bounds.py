@@ -166,9 +166,14 @@ def test_the_check_is_exact_where_large_numbers_cancel_out(side, place, exponent
     """Floats would round such a block or token to another one, which may lie in the region."""
     far = 2**exponent
     changes = {
-        **{f"{side}_block_stride": 0, f"{side}_token_stride": 0},
-        **{f"{side}_{place}_stride": 1, f"{side}_{place}": far + beyond},
-        **{f"{side}_offset": -far, "heads": 1, "elements": 1, "tokens": 1},
+        f"{side}_block_stride": 0,
+        f"{side}_token_stride": 0,
+        f"{side}_{place}_stride": 1,
+        f"{side}_{place}": far + beyond,
+        f"{side}_offset": -far,
+        "heads": 1,
+        "elements": 1,
+        "tokens": 1,
     }
     try:
         check([32], [32], **changes)
