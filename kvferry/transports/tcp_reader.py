@@ -21,12 +21,10 @@ from kvferry.mailbox import Mailbox
 from kvferry.transports.base import TransferState, as_transfer_error
 from kvferry.transports.tcp_link import WAITS, TcpLink, dial
 from kvferry.transports.tcp_tls import TlsLink, check_same, reading_context
-from kvferry.transports.wire_chunks import ChunkPlan
 from kvferry.transports.wire_messages import (
     CHUNK_DTYPE,
     MAX_CHUNK_BYTES,
     MAX_REPLY_BYTES,
-    MAX_REQUEST_BYTES,
     REPLIES,
     Cancel,
     Endpoint,
@@ -163,25 +161,24 @@ class TcpReader(WireReader[TcpPeer]):
                 error = f"the connection to {peer.address} is gone: its host does not answer"
                 self.lose(peer, PeerLostError(error))
 
-    def _message(self, peer: TcpPeer, plan: ChunkPlan) -> Read:
-        message = super()._message(peer, plan)
-        size = len(message.tiles) + len(message.runs) + len(message.chunks)
-        size += len(message.steps)
-        if size > MAX_REQUEST_BYTES - 1024:
-            raise TransferError(
-                f"the tables of this read take {size} bytes, one request {MAX_REQUEST_BYTES}; "
-                "read in several parts"
-            )
-        return message
-
     def _send_read(self, peer: TcpPeer, read: WireRead, message: Read) -> None:
+        for line in peer.lines:
+            self._send_part(line, read, message)
+
+    def _send_again(self, peer: TcpPeer, read: WireRead, connections: set[int]) -> None:
+        assert read.plan is not None
+        message = self._message(read.number, read.plan)
+        for number in connections:
+            self._send_part(peer.lines[number], read, message)
+
+    def _send_part(self, line: Line, read: WireRead, message: Read) -> None:
+        """Requests the chunks that come on a line, if any."""
         assert read.plan is not None
         chunks = read.plan.chunks
-        for line in peer.lines:
-            first, step = line.deal(len(chunks), read.number)
-            if first < step:
-                table = encode_table(chunks[first::step], CHUNK_DTYPE)
-                self._send(line, msgspec.structs.replace(message, chunks=table))
+        first, step = line.deal(len(chunks), read.number)
+        if first < step:
+            table = encode_table(chunks[first::step], CHUNK_DTYPE)
+            self._send(line, msgspec.structs.replace(message, chunks=table))
 
     def _forget(self, peer: TcpPeer, read: WireRead, state: TransferState) -> None:
         if peer.reads.pop(read.number, None) is not None and state is not TransferState.DONE:
@@ -251,12 +248,12 @@ class TcpReader(WireReader[TcpPeer]):
                 frame = line.link.receive(MAX_REPLY_BYTES)
                 if frame is None:
                     return
-                line.peer.progressed = time.monotonic()
                 if isinstance(frame, tuple):
+                    line.peer.progressed = time.monotonic()
                     self._begin(line, *frame)
-                else:
+                else:  # a refusal is no progress
                     refused = decode(REPLIES, frame, "reply")
-                    self.post(functools.partial(self._refused, line.peer, refused))
+                    self.post(functools.partial(self._refused, line.peer, refused, line.number))
 
     def _begin(self, line: Line, transfer: int, index: int, nbytes: int) -> None:
         """Begins to receive a chunk after its header."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from kvferry.decoding import decode
-from kvferry.errors import KVFerryError, PeerLostError, ProtocolError, TransferError
+from kvferry.errors import KVFerryError, NotReadyError, PeerLostError, ProtocolError, TransferError
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 from kvferry.mailbox import Mailbox
 from kvferry.transports.packing import PackedPiece
@@ -289,7 +289,7 @@ class ServingThread(WireServer):
         else:
             try:
                 plan = self._plan(reader, self.readers, message)
-            except (ProtocolError, TransferError) as error:
+            except (ProtocolError, TransferError, NotReadyError) as error:
                 reader.link.send(self._refusal(message.transfer, error))
                 if reader.link.queued > MAX_ANSWERS:
                     raise ProtocolError(

@@ -115,7 +115,13 @@ class UcxReader(WireReader[UcxPeer]):
         except KVFerryError as error:
             self.lose(peer, error)
         else:
-            peer.turns.append((read, sent, iter(range(len(read.missing)))))
+            peer.turns.append((read, sent, iter(sorted(read.missing))))
+
+    def _send_again(self, peer: UcxPeer, read: WireRead, connections: set[int]) -> None:
+        # The read gets another number: requests for chunks under the old number may still be on
+        # their way, and each chunk must come once.
+        del peer.reads[read.number]
+        self._request(peer, read)
 
     def _forget(self, peer: UcxPeer, read: WireRead, state: TransferState) -> None:
         if peer.reads.pop(read.number, None) is None:
@@ -139,8 +145,9 @@ class UcxReader(WireReader[UcxPeer]):
         frame = peer.link.receive()
         if frame is None:
             return False
-        peer.progressed = time.monotonic()
-        self._refused(peer, decode(REPLIES, frame, "reply"))
+        refused = decode(REPLIES, frame, "reply")  # a refusal is no progress
+        peer.turns = deque(turn for turn in peer.turns if turn[0].number != refused.transfer)
+        self._refused(peer, refused)
         return True
 
     def _ask(self, peer: UcxPeer) -> bool:
@@ -176,17 +183,20 @@ class UcxReader(WireReader[UcxPeer]):
         if not came:
             return False
         peer.bounces = [each for each in peer.bounces if not each.request.completed]
-        peer.progressed = time.monotonic()
         for bounce in came:
             peer.bytes_ahead -= bounce.buffer.nbytes
             bounce.request.check_error()
-            whole = bounce.buffer[-TAG_BYTES:].view("<u8")[0] == bounce.tag
-            if whole and not bounce.read.stopped:
-                data = bounce.buffer[:-TAG_BYTES]
+            tag, data = bounce.tag.to_bytes(TAG_BYTES, "little"), bounce.buffer[:-TAG_BYTES]
+            whole = bounce.buffer[-TAG_BYTES:].tobytes() == tag
+            if whole:
+                peer.progressed = time.monotonic()
+            if bounce.read.stopped or bounce.read.number not in peer.reads:
+                continue
+            if whole:
                 plan = self._claim(peer, bounce.read, bounce.chunk, data.nbytes)
                 unpack = functools.partial(self._unpack, bounce.read, plan, bounce.chunk, data)
                 self._pool.submit(unpack)
-            elif bounce.read.number in peer.reads and not bounce.read.stopped:
+            elif data[:TAG_BYTES].tobytes() != tag:  # the tag alone belongs to a refused read
                 raise DecodeError(f"{peer.address} sent chunk {bounce.chunk} cut short")
         return True
 

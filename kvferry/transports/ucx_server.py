@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.decoding import decode
-from kvferry.errors import KVFerryError, ProtocolError, TransferError
+from kvferry.errors import KVFerryError, NotReadyError, ProtocolError, TransferError
 from kvferry.layouts.arrays import ByteArray, bytes_at
 from kvferry.layouts.copier import copy_tiles
 from kvferry.transports.packing import PackedPiece
@@ -130,7 +130,7 @@ class UcxServer(WireServer):
         elif isinstance(message, Read):
             try:
                 reader.reads[message.transfer] = self._plan(reader, self._readers, message)
-            except (ProtocolError, TransferError) as error:
+            except (ProtocolError, TransferError, NotReadyError) as error:
                 self._refuse(reader, message.transfer, error)
         elif isinstance(message, Cancel):
             reader.reads.pop(message.transfer, None)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvferry.errors import ConfigError, KVFerryError, ProtocolError, TransferError
+from kvferry.errors import ConfigError, KVFerryError, NotReadyError, ProtocolError, TransferError
 from kvferry.layouts.arrays import ByteArray, MemorySpan
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.base import (
@@ -22,10 +22,11 @@ from kvferry.transports.base import (
 )
 from kvferry.transports.packing import Packer, PackingTransport
 from kvferry.transports.regions import Regions, private_memory
-from kvferry.transports.wire_chunks import ChunkPlan, check_chunks
+from kvferry.transports.wire_chunks import ChunkPlan, check_chunks, has_room
 from kvferry.transports.wire_messages import (
     MAX_CHUNK_BYTES,
     MAX_READS,
+    MAX_TABLE_BYTES,
     MAX_TRANSFER,
     VERSION_MAX,
     VERSION_MIN,
@@ -161,8 +162,6 @@ class WireTransport(PackingTransport):
         self._transfers.cancel(transfer)
 
 
-MAX_TABLE_BYTES = 64 << 20
-"""Largest number of bytes in the tables of one reader's reads; a single read may have more."""
 MAX_TABLE_BYTES_IN_ALL = 512 << 20
 """Largest number of bytes in the tables of all readers' reads, for up to eight threads. With more
 threads, each thread still has room for the reads of one reader."""
@@ -218,6 +217,7 @@ class WireServer:
 
         Raises:
             ProtocolError, TransferError: the read may not be served.
+            NotReadyError: there is no room for the read beside the reads of other readers.
         """
         if not 0 <= message.transfer <= MAX_TRANSFER:
             raise ProtocolError(
@@ -230,15 +230,20 @@ class WireServer:
         plan = check_chunks(*decode_read(message), self._regions.served_nbytes)
         if self._regions.packer is not None:
             self._regions.packer.check(plan.tiles, plan.runs)
-        if reader.reads and reader.table_bytes + plan.table_bytes > MAX_TABLE_BYTES:
+        if not has_room(plan, reader.reads.values()):
             raise TransferError(
                 f"the tables of this reader's reads take {reader.table_bytes} bytes, those of this "
                 f"read {plan.table_bytes} more, allowed are {MAX_TABLE_BYTES}; read less at a time"
             )
+        if plan.table_bytes > self._max_table_bytes:
+            raise TransferError(
+                f"the tables of this read take {plan.table_bytes} bytes, allowed are "
+                f"{self._max_table_bytes}; read less at a time"
+            )
         if plan.table_bytes > MAX_TABLE_BYTES // MAX_READS:  # small tables need not be added up
             held = sum(other.table_bytes for other in readers)
             if held + plan.table_bytes > self._max_table_bytes:
-                raise TransferError(
+                raise NotReadyError(
                     f"the tables of all reads under way take {held} bytes, those of this read "
                     f"{plan.table_bytes} more, allowed are {self._max_table_bytes}; try again"
                 )

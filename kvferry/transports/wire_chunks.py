@@ -2,6 +2,7 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.chunks import chunk_slices, cut_chunks
 from kvferry.layouts.staging import dense_runs, dense_tiles
 from kvferry.layouts.tiles import ADDRESS_LIMIT, Runs, Tiles, copy_rows
-from kvferry.transports.wire_messages import CHUNK_DTYPE, MAX_CHUNK_BYTES, Table
+from kvferry.transports.wire_messages import CHUNK_DTYPE, MAX_CHUNK_BYTES, MAX_TABLE_BYTES, Table
 
 Int64s = npt.NDArray[np.int64]
 
@@ -83,6 +84,16 @@ class ChunkPlan:
         if side not in self._dense_runs:
             self._dense_runs[side] = dense_runs(self.runs, side)
         return self._dense_runs[side]
+
+
+def has_room(plan: ChunkPlan, others: Collection[ChunkPlan]) -> bool:
+    """Whether a server has room for the tables of a read beside the other reads of its reader.
+
+    Both sides use this function. If the reader finds room, so does the server: the tables of the
+    server's plan are never larger, as the server gets only the chunks of one connection.
+    """
+    held = sum(other.table_bytes for other in others)
+    return not others or held + plan.table_bytes <= MAX_TABLE_BYTES
 
 
 def plan_chunks(tiles: Tiles, runs: Runs, chunk_bytes: int) -> ChunkPlan:

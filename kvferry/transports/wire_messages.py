@@ -86,6 +86,9 @@ CHUNK_DTYPE = np.dtype([(name, "<i8") for name in ("first_tile", "tiles", "first
 
 MAX_READS = 64
 """Largest number of reads in progress per reader; a reader keeps back further reads."""
+MAX_TABLE_BYTES = 64 << 20
+"""Largest number of bytes in the tables of one reader's reads; a single read may have more. A
+reader keeps back further reads."""
 TAG_BYTES = 8
 """Number of bytes of the tag after each chunk over ucx; a message cut short lacks the tag."""
 
@@ -151,7 +154,9 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     transfer: int | None
     """Number of the refused read; ``None`` if the connection is refused."""
     error: str
-    """Name of the error in :mod:`kvferry.errors`."""
+    """Name of the error in :mod:`kvferry.errors`. After ``NotReadyError`` the reader requests the
+    read again later, because the server has no room only now. A reader of an older release fails
+    the read."""
     reason: str
 
 

@@ -3,15 +3,29 @@
 Only local threads write the target memory, each inside its transfer's fence
 (:class:`~kvferry.transports.base.Transfer`). So a terminal state proves that no byte lands
 afterwards, whatever a peer sends late.
+
+The reader keeps back a read that the server would refuse beside the reader's other reads. The
+reader cannot know what the server serves to other readers. If the server has no room beside these
+reads, it refuses a read for now, and the reader puts the request off. The oldest such request is
+sent again when a read with tables of at least the same size has ended, and every ``tick_s``
+seconds. So repeated requests are never more than the requests that were served, and one per tick.
 """
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from kvferry.errors import DecodeError, KVFerryError, PeerLostError, StalledError
+from kvferry.errors import (
+    DecodeError,
+    KVFerryError,
+    NotReadyError,
+    PeerLostError,
+    StalledError,
+    TransferError,
+)
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 from kvferry.mailbox import Mailbox
@@ -26,10 +40,11 @@ from kvferry.transports.base import (
 )
 from kvferry.transports.movers import start_after
 from kvferry.transports.regions import Regions
-from kvferry.transports.wire_chunks import ChunkPlan, plan_chunks
+from kvferry.transports.wire_chunks import ChunkPlan, has_room, plan_chunks
 from kvferry.transports.wire_messages import (
     CHUNK_DTYPE,
     MAX_READS,
+    MAX_REQUEST_BYTES,
     SOURCE_RUN_DTYPE,
     SOURCE_TILE_DTYPE,
     VERSION_MAX,
@@ -59,7 +74,7 @@ class ReadingSide:
 
     @property
     def tick_s(self) -> float:
-        """Seconds between two checks for stalled reads."""
+        """Seconds between two checks for stalled reads and for requests to send again."""
         return min(1.0, max(0.02, self.stall_timeout_s / 8))
 
 
@@ -80,6 +95,9 @@ class WireRead(Transfer):
         self.number = -1
         """Number of the read at the server; -1 before the request was sent."""
         self.plan: ChunkPlan | None = None
+        """``None`` before the read is the next to be requested."""
+        self.refusal = ""
+        """Reason that the server gave when it last had no room for the read; else empty."""
         self.missing: set[int] = set()
         """Requested chunks that have not come yet."""
         self._reader = reader
@@ -100,7 +118,11 @@ class WirePeer(Peer):
         self.reads: dict[int, WireRead] = {}
         """Reads that the server knows, by number."""
         self.waiting: deque[WireRead] = deque()
-        """Reads kept back, because the server takes :data:`MAX_READS` at a time."""
+        """Reads kept back, in order, because the server takes :data:`MAX_READS` at a time, and
+        tables of :data:`MAX_TABLE_BYTES`."""
+        self.put_off: dict[int, set[int]] = {}
+        """Number of a read → indexes of the connections on which the server had no room for the
+        read, and on which the request is to be sent again; the oldest request is first."""
         self.next_number = 0
         self.progressed = time.monotonic()
         """``time.monotonic()`` at which data last came from the peer."""
@@ -145,6 +167,12 @@ class WireReader(ABC, Generic[PeerT]):
         """Requests a read that has a plan and a number; loses the peer if sending fails."""
 
     @abstractmethod
+    def _send_again(self, peer: PeerT, read: WireRead, connections: set[int]) -> None:
+        """Requests a read again on the connections on which the server had no room for it; loses
+        the peer if sending fails.
+        """
+
+    @abstractmethod
     def _forget(self, peer: PeerT, read: WireRead, state: TransferState) -> None:
         """Removes an ended read and tells the server; loses the peer if sending fails."""
 
@@ -171,6 +199,7 @@ class WireReader(ABC, Generic[PeerT]):
         reads = [*peer.reads.values(), *peer.waiting]
         peer.reads.clear()
         peer.waiting.clear()
+        peer.put_off.clear()
         for read in reads:
             read.fail(error)
 
@@ -194,18 +223,20 @@ class WireReader(ABC, Generic[PeerT]):
         return self._side.tick_s
 
     def _look_at(self, peer: PeerT, awake_since: float) -> None:
-        """Fails the stalled reads of one peer."""
+        """Fails the stalled reads of one peer, and sends a request that was put off."""
         for read in [*peer.reads.values(), *peer.waiting]:
             # A read that waits behind other reads of this peer is not stalled; nor is a read whose
             # chunks came while this process did not run.
             since = time.monotonic() - max(peer.progressed, read.progressed, awake_since)
             if since > self._side.stall_timeout_s:
+                before = f"; it had no room before: {read.refusal}" if read.refusal else ""
                 read.fail(
                     StalledError(
                         f"{peer.address} has sent nothing for {since:.1f} s "
-                        f"(stall_timeout_s: {self._side.stall_timeout_s})"
+                        f"(stall_timeout_s: {self._side.stall_timeout_s}){before}"
                     )
                 )
+        self._send_next(peer, math.inf)
 
     def _awake_since(self) -> float:
         """``time.monotonic()`` since which the receiving threads have run in time."""
@@ -214,53 +245,99 @@ class WireReader(ABC, Generic[PeerT]):
     def _start(self, peer: PeerT, read: WireRead) -> None:
         if peer.lost is not None:
             read.fail(PeerLostError(f"the peer was lost before: {peer.lost}"))
-        elif len(peer.reads) >= MAX_READS:
-            peer.waiting.append(read)
-        elif not read.stopped:
-            self._request(peer, read)
+            return
+        peer.waiting.append(read)
+        self._send_next(peer, 0)
+
+    def _send_next(self, peer: PeerT, freed: float) -> None:
+        """Sends the oldest request that was put off, if its tables have at most ``freed`` bytes.
+        Then requests the reads kept back, as far as the server has room.
+        """
+        if peer.put_off:
+            number = next(iter(peer.put_off))
+            read = peer.reads[number]
+            assert read.plan is not None
+            if read.plan.table_bytes <= freed:
+                self._send_again(peer, read, peer.put_off.pop(number))
+        while peer.waiting and self._is_due(peer, peer.waiting[0]):
+            self._request(peer, peer.waiting.popleft())
+
+    def _is_due(self, peer: PeerT, read: WireRead) -> bool:
+        """Whether a read need not be kept back any longer: the server has room, or the read has
+        ended. Makes the plan of the read.
+        """
+        if read.stopped:
+            return True
+        if read.plan is None:
+            try:
+                read.plan = plan_chunks(read.tiles, read.runs, self._side.chunk_bytes)
+            except Exception as error:  # a KVFerryError or a bug: this read ends, others go on
+                read.fail(as_transfer_error(error, "the read cannot be planned"))
+                return True
+            read.missing = set(range(len(read.plan.chunks)))
+        others = [other.plan for other in peer.reads.values() if other.plan is not None]
+        return len(others) < MAX_READS and has_room(read.plan, others)
 
     def _request(self, peer: PeerT, read: WireRead) -> None:
-        try:
-            plan = plan_chunks(read.tiles, read.runs, self._side.chunk_bytes)
-            message = self._message(peer, plan)
-        except Exception as error:  # a KVFerryError or a bug: this read ends, others go on
-            read.fail(as_transfer_error(error, "the read cannot be planned"))
+        """Requests a read that is due, unless the read has ended."""
+        if read.stopped:
             return
-        read.plan, read.number = plan, peer.next_number
-        read.missing = set(range(len(plan.chunks)))
-        read.progressed = time.monotonic()
+        assert read.plan is not None
+        try:
+            message = self._message(peer.next_number, read.plan)
+        except Exception as error:  # as above
+            read.fail(as_transfer_error(error, "the read cannot be requested"))
+            return
+        if read.number < 0:
+            read.progressed = time.monotonic()
+        read.number = peer.next_number
         peer.reads[read.number] = read
         peer.next_number += 1
         self._send_read(peer, read, message)
 
-    def _message(self, peer: PeerT, plan: ChunkPlan) -> Read:
-        """The request for the peer's next read."""
-        return Read(
-            peer.next_number,
+    def _message(self, number: int, plan: ChunkPlan) -> Read:
+        """The request for a read.
+
+        Raises:
+            TransferError: the request would be longer than a server accepts.
+        """
+        tables = (
             encode_table(plan.tiles, SOURCE_TILE_DTYPE),
             encode_table(plan.runs, SOURCE_RUN_DTYPE),
             encode_table(plan.chunks, CHUNK_DTYPE),
             encode_steps(plan.runs),
         )
+        size = sum(map(len, tables))
+        if size > MAX_REQUEST_BYTES - 1024:
+            raise TransferError(
+                f"the tables of this read take {size} bytes, one request {MAX_REQUEST_BYTES}; "
+                "read in several parts"
+            )
+        return Read(number, *tables)
 
     def end(self, peer: PeerT, read: WireRead, state: TransferState) -> None:
-        """Forgets an ended read; the server has room for a waiting read."""
-        if peer.lost is not None:
-            return
-        self._forget(peer, read, state)
-        while peer.waiting and len(peer.reads) < MAX_READS and peer.lost is None:
-            self._start(peer, peer.waiting.popleft())
+        """Forgets an ended read; the server may have room for another read."""
+        if peer.lost is None:
+            peer.put_off.pop(read.number, None)
+            self._forget(peer, read, state)
+            self._send_next(peer, 0 if read.plan is None else read.plan.table_bytes)
 
     def _hello(self, peer: PeerT) -> Hello:
         return Hello(peer.endpoint.token, VERSION_MIN, VERSION_MAX)
 
-    def _refused(self, peer: PeerT, message: Refused) -> None:
+    def _refused(self, peer: PeerT, message: Refused, connection: int = 0) -> None:
+        """Handles a refusal that came on one of the connections to a peer."""
         if message.transfer is None:
             self.lose(peer, PeerLostError(f"{peer.address} ended the connection: {message.reason}"))
-        elif message.transfer in peer.reads:
+        elif (read := peer.reads.get(message.transfer)) is None:
+            return  # the read has ended
+        elif message.error == NotReadyError.__name__:
+            read.refusal = message.reason
+            peer.put_off.setdefault(read.number, set()).add(connection)
+        else:
             # When the read has ended, it is dropped; if the server did not refuse it, also
             # cancelled.
-            peer.reads[message.transfer].fail(refused_error(message, peer.address))
+            read.fail(refused_error(message, peer.address))
 
     def _claim(self, peer: PeerT, read: WireRead, chunk: int, nbytes: int) -> ChunkPlan:
         """Marks a chunk of a read as received; returns the plan of the read.

@@ -36,9 +36,11 @@ from kvferry.transports import (
     base,
     tcp_reader,
     tcp_server,
+    wire_chunks,
     wire_reader,
 )
 from kvferry.transports.tcp import TcpTransport
+from kvferry.transports.wire_chunks import plan_chunks
 from kvferry.transports.wire_messages import (
     CHUNK_DTYPE,
     HEADER,
@@ -353,6 +355,106 @@ def test_a_read_that_waits_behind_others_is_not_stalled(clock, server, local):
     assert not any(transfer.is_terminal for transfer in transfers[1:])
 
 
+@pytest.fixture
+def room_for_two(monkeypatch):
+    """A source has room for the tables of two reads of one reader."""
+    tiles, runs = tables()
+    plan = plan_chunks(tiles, runs, CHUNK)
+    monkeypatch.setattr(wire_chunks, "MAX_TABLE_BYTES", 2 * plan.table_bytes)
+
+
+NO_ROOM = "NotReadyError", "the tables of all reads are many"
+
+
+def test_reads_whose_tables_are_too_many_are_kept_back_in_order(room_for_two, server, local, peer):
+    transfers = [local.read(peer, *tables()) for _ in range(4)]
+    reads = [server.expect(Read) for _ in range(2)]
+    assert server.lines[0].is_silent(0.05)
+    local.cancel(transfers[2])  # while it is kept back
+    assert ended(local, transfers[2]).state is TransferState.CANCELLED
+    for index in range(8):
+        server.send_chunk(reads[1].transfer, index)
+    assert ended(local, transfers[1]).state is TransferState.DONE
+    last = server.expect(Read)
+    for transfer in (reads[0].transfer, last.transfer):
+        for index in range(8):
+            server.send_chunk(transfer, index)
+    until(lambda: transfers[0].is_terminal and transfers[3].is_terminal)
+    assert transfers[0].state is transfers[3].state is TransferState.DONE
+
+
+def test_a_single_read_may_have_tables_of_any_size(monkeypatch, server, local, peer):
+    monkeypatch.setattr(wire_chunks, "MAX_TABLE_BYTES", 1)
+    transfers = [local.read(peer, *tables()) for _ in range(2)]
+    for transfer in transfers:
+        read = server.expect(Read)
+        assert server.lines[0].is_silent(0.05)
+        for index in range(8):
+            server.send_chunk(read.transfer, index)
+        assert ended(local, transfer).state is TransferState.DONE
+
+
+def test_a_read_that_was_put_off_is_requested_again_when_another_has_ended(server, local, peer):
+    first, second = local.read(peer, *tables()), local.read(peer, *tables())
+    reads = [server.expect(Read) for _ in range(2)]
+    server.send(Refused(reads[1].transfer, *NO_ROOM))
+    for index in range(8):
+        server.send_chunk(reads[0].transfer, index)
+    assert ended(local, first).state is TransferState.DONE
+    assert server.expect(Read) == reads[1]
+    for index in range(8):
+        server.send_chunk(reads[1].transfer, index)
+    assert ended(local, second).state is TransferState.DONE
+
+
+def test_a_read_is_requested_again_only_where_it_was_put_off(clock, server):
+    options = TransportOptions(extra={"chunk_bytes": CHUNK, "connections": 2})
+    with contextlib.closing(TcpTransport.open(options)) as local:
+        local.allocate(NBYTES)
+        transfer = local.read(local.connect(server.endpoint), *tables())
+        one, other = server.accept(), server.accept()
+        first, second = one.receive(TCP_REQUESTS), other.receive(TCP_REQUESTS)
+        one.send(Refused(first.transfer, *NO_ROOM))
+        again = until(clock.passing(lambda: readable([one.tcp], 0.1)))
+        assert again is one.tcp
+        assert one.receive(TCP_REQUESTS) == first
+        for line, read in ((one, first), (other, second)):
+            blocks = np.frombuffer(read.chunks, CHUNK_DTYPE)["first_run"] // 2
+            for index, block in enumerate(blocks.tolist()):
+                line.send((read.transfer, index, CHUNK), chunk_of(block))
+        assert ended(local, transfer).state is TransferState.DONE
+        assert np.array_equal(memory_of(local), pattern(NBYTES, 1))
+        assert other.is_silent(0.05)
+
+
+def test_a_read_that_was_put_off_can_be_cancelled(clock, server, local, peer):
+    transfer = local.read(peer, *tables())
+    read = server.expect(Read)
+    server.send(Refused(read.transfer, *NO_ROOM))
+    until(lambda: peer.put_off)
+    local.cancel(transfer)
+    assert ended(local, transfer).state is TransferState.CANCELLED
+    assert server.expect(Cancel) == Cancel(read.transfer)
+    clock.advance(5.0)
+    assert server.lines[0].is_silent(0.05)
+    assert not peer.put_off
+
+
+@pytest.mark.parametrize("close", ["the source", "the connection", "the transport"])
+def test_reads_that_wait_for_room_end_with_their_connection(
+    room_for_two, server, local, peer, close
+):
+    transfers = [local.read(peer, *tables()) for _ in range(3)]
+    reads = [server.expect(Read) for _ in range(2)]
+    server.send(Refused(reads[0].transfer, *NO_ROOM))
+    until(lambda: peer.put_off and peer.waiting)
+    {"the source": server, "the connection": peer, "the transport": local}[close].close()
+    until(lambda: all(transfer.is_terminal for transfer in transfers))
+    kind = TransferError if close == "the transport" else PeerLostError
+    assert {type(transfer.error) for transfer in transfers} == {kind}
+    assert not peer.put_off
+
+
 def test_a_connection_that_breaks_fails_its_reads_quickly(server, local, under_way):
     transfer, _ = under_way
     server.close()
@@ -646,7 +748,7 @@ class Trickle:
 def test_a_slow_link_is_not_a_lost_one(local, monkeypatch):
     """Heartbeats would wait behind the chunk."""
     for module in (tcp_reader, tcp_server):
-        monkeypatch.setattr(module, "HEARTBEAT_S", 0.2, raising=False)
+        monkeypatch.setattr(module, "HEARTBEAT_S", 0.2)
     with contextlib.closing(TcpTransport.open(TransportOptions())) as source:
         _, held = source.allocate(NBYTES)
         held[:] = 7

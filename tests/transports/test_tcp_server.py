@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.errors import ConfigError, HostError, PortInUseError
+from kvferry.errors import ConfigError, HostError, PortInUseError, TransferError
 from kvferry.layouts.copier import expand
 from kvferry.layouts.staging import stage
 from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
@@ -16,7 +16,7 @@ from kvferry.testing.host_device import HostPackedTcpTransport
 from kvferry.testing.transport_cases import copy_slowly, large_case, random_case
 from kvferry.testing.transport_peer import pattern
 from kvferry.testing.waiting import until
-from kvferry.transports import TransferState, TransportOptions
+from kvferry.transports import TransferState, TransportOptions, wire, wire_chunks
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.tcp_server import MAX_ANSWERS, _Reader
 from kvferry.transports.wire_chunks import KEPT_LENGTHS, plan_chunks
@@ -36,6 +36,7 @@ from kvferry.transports.wire_messages import (
     decode_endpoint,
     encode,
     encode_table,
+    refused_error,
 )
 from tests.transports.framed import Framed
 
@@ -524,9 +525,16 @@ def test_threads_have_equal_shares_of_the_readers_whoever_else_connects():
             assert reader.receive() == (1, 0)
 
 
-def test_the_tables_of_all_readers_are_bounded_over_all_threads(monkeypatch):
+@pytest.fixture
+def little_room(monkeypatch):
+    """Readers may have tables of 1 MiB each, and of 4 MiB together."""
     for name, nbytes in (("MAX_TABLE_BYTES", 1 << 20), ("MAX_TABLE_BYTES_IN_ALL", 4 << 20)):
-        monkeypatch.setattr(f"kvferry.transports.wire.{name}", nbytes)
+        monkeypatch.setattr(wire, name, nbytes)
+    monkeypatch.setattr(wire_chunks, "MAX_TABLE_BYTES", 1 << 20)
+
+
+@pytest.mark.usefixtures("little_room")
+def test_the_tables_of_all_readers_are_bounded_over_all_threads():
     many = flat_runs(12_000, source_block=0, tokens=1)
     with contextlib.ExitStack() as stack:
         options = TransportOptions(threads=2)
@@ -538,6 +546,29 @@ def test_the_tables_of_all_readers_are_bounded_over_all_threads(monkeypatch):
         until(lambda: server.refused_messages)
         held = sum(each.table_bytes for thread in server.server.threads for each in thread.readers)
         assert (1 << 20) < held <= 4 << 20
+
+
+@pytest.mark.usefixtures("little_room")
+def test_a_read_without_room_now_is_told_from_a_read_that_never_has_room():
+    with contextlib.ExitStack() as stack:
+        served = stack.enter_context(contextlib.closing(TcpTransport.open(TransportOptions())))
+        served.allocate(REGION_BYTES)
+        readers = [stack.enter_context(contextlib.closing(RawReader(served))) for _ in range(2)]
+        large = flat_runs(30_000, source_block=0, tokens=1)
+        # Of eight chunks, no more is taken than sockets hold.
+        readers[0].send(request(1, flat_tiles(), large, [(0, 1, 0, 30_000)] * 8))
+        until(lambda: [each for each in served.server.threads[0].readers if each.reads])
+        refused = readers[1].refusal(request(1, flat_tiles(), large))
+        assert refused.error == "NotReadyError"
+        assert type(refused_error(refused, "P")) is TransferError  # a reader of an older release
+        too_large = flat_runs(40_000, source_block=0, tokens=1)
+        refused = readers[1].refusal(request(2, flat_tiles(), too_large))
+        assert refused.error == "TransferError"
+        assert "allowed are 4194304; read less at a time" in refused.reason
+        readers[0].send(Cancel(1))
+        until(lambda: not any(each.reads for each in served.server.threads[0].readers))
+        readers[1].send(request(1, flat_tiles(), large))
+        assert readers[1].receive() == (1, 0)
 
 
 def test_strangers_who_say_nothing_are_bounded_and_drop_no_reader(server, reader, monkeypatch):
