@@ -38,8 +38,13 @@ from kvferry.zeromq import join_address, split_address
 
 TICKET_VERSION = 3
 """Version of tickets in this release."""
-MAX_TICKET_CHARS = 1 << 20
-"""Largest number of characters of a ticket; longer tickets are refused unread."""
+MAX_TICKET_BLOCKS = 1 << 21
+"""Largest number of block ids in a ticket, over all KV cache groups. The source lends no prompt
+with more blocks, because no target would read the ticket."""
+MAX_TICKET_CHARS = 16 << 20
+"""Largest number of characters of a ticket; longer tickets are refused unread. A ticket with
+:data:`MAX_TICKET_BLOCKS` block ids and the longest other fields is shorter. By default, the ticket
+also fits into a message of the control channel (``max_message_bytes``)."""
 CHANNEL_SCHEME = "kvferry://"
 """Beginning of a room's ``bootstrap_host`` that is the host of a control channel, as the source has
 no bootstrap server."""

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 
 import kvferry.testing.fake_engine as fake_engine
+from kvferry.connectors.pull import lender
 from kvferry.connectors.pull.renewals import RELEASE_ATTEMPTS
 from kvferry.control import links
 from kvferry.control.client import fetch_descriptions, fetch_status
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import DescriptionReply
 from kvferry.control.options import ControlOptions
-from kvferry.control.tickets import sign, verify
+from kvferry.control.tickets import TransferId, sign, verify
 from kvferry.errors import (
     BlockTableError,
     ConfigError,
@@ -35,6 +36,7 @@ from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_engine import FakeEngine, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.testing.waiting import WAIT_S, until
+from kvferry.topology import EngineGeometry, ParallelShape
 from kvferry.transports.local import boot_id, host_digest
 from tests.clock import Clock
 from tests.connectors.engines import (
@@ -443,6 +445,63 @@ def test_beyond_the_cap_a_prompt_is_not_lent_out(open_engine: OpenEngine) -> Non
     assert pair.prefill("does not", 21).response_params is None
     errors = fetch_status("127.0.0.1", port_of(producer)).errors
     assert any("max_leased_blocks" in event.message for event in errors)
+
+
+@pytest.fixture
+def tokenwise(open_engine: OpenEngine) -> Pair:
+    """Two engines with blocks of one token and room for 200,000 of them, and for a few more."""
+    geometry = EngineGeometry(
+        num_layers=1,
+        num_kv_heads=1,
+        head_size=1,
+        dtype="float32",
+        block_size=1,
+        layout="NHD",
+        parallel=ParallelShape(),
+    )
+    producer, consumer = (
+        open_engine(name, geometry, num_blocks=200_100, max_leased_blocks=200_100)
+        for name in ("p", "d")
+    )
+    return Pair(producer, consumer, WAIT_S)
+
+
+@pytest.mark.parametrize("way", ["with the ticket", "with a transfer"])
+def test_a_prompt_of_very_many_blocks_is_loaded(tokenwise: Pair, way: str) -> None:
+    if way == "with the ticket":
+        request = tokenwise.decode(tokenwise.prefill("r", 200_000))
+    else:
+        address = f"127.0.0.1:{pull_scheduler(tokenwise.producer).port}"
+        transfer = TransferId.begin(address, KEY.encode()).text
+        tokens = range(200_000)
+        tokenwise.producer.add("r", tokens, {"do_remote_decode": True, "transfer": transfer})
+        asked = {"do_remote_prefill": True, "transfer": transfer}
+        request = tokenwise.consumer.add("r", (*tokens, 7), asked)
+    tokenwise.finish(request)
+    assert request.error is None
+    assert request.external_tokens == 200_000
+    tokenwise.settle()
+
+
+@pytest.mark.parametrize("way", ["with the ticket", "with a transfer"])
+def test_a_prompt_of_more_blocks_than_a_ticket_names_is_not_lent(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(lender, "MAX_TICKET_BLOCKS", 5)  # of 4 tokens
+    lends: dict[str, Any] = {"do_remote_decode": True}
+    if way == "with a transfer":
+        address = f"127.0.0.1:{port_of(pair.producer)}"
+        lends["transfer"] = TransferId.begin(address, KEY.encode()).text
+    request = pair.producer.add("r", range(21), lends)
+    pair.run(lambda: request.stage is Stage.FINISHED, "the prompt")
+    assert request.response_params is None
+    status = fetch_status("127.0.0.1", port_of(pair.producer))
+    (told,) = [event.message for event in status.errors]
+    assert "21 tokens have 6 entries over 1 KV cache groups, and a ticket holds 5" in told
+    assert "--page-size" in told
+    assert not status.leases
+    pair.settle()
+    served(pair, "shorter")
 
 
 # ---- engines that come, go and come back -------------------------------------------------------

@@ -10,17 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.control.messages import MAX_ID_CHARS, MAX_NOTE_BYTES, Asked, AskState, encode
+from kvferry.control.options import ControlOptions
 from kvferry.control.proofs import lease_of
 from kvferry.control.tickets import (
     MAX_CONTENT_PARTS,
+    MAX_TICKET_BLOCKS,
     MAX_TICKET_CHARS,
     SeenTickets,
     Ticket,
     check_incarnation,
+    prompt_digest,
     sign,
     verify,
 )
 from kvferry.errors import TicketError, TicketExpiredError, TicketForgedError
+from kvferry.topology.description import MAX_GROUPS
 
 KEY = b"0123456789abcdef0123456789abcdef"
 OTHER_KEY = b"fedcba9876543210fedcba9876543210"
@@ -191,6 +196,31 @@ def test_what_is_no_string_or_too_long_is_refused():
         verify(None, KEY)
     with pytest.raises(TicketError, match="characters"):
         verify("A" * (MAX_TICKET_CHARS + 1), None)
+
+
+def test_the_longest_ticket_is_read_and_fits_a_message_of_the_control_channel():
+    longest, wide = 1 << 31, "\N{GRINNING FACE}" * 1024  # the numbers and names with most bytes
+    groups = [MAX_TICKET_BLOCKS // MAX_GROUPS] * MAX_GROUPS
+    ticket = Ticket(
+        lease_id=wide,
+        engine_id=wide,
+        incarnation=wide,
+        secret=b"0123456789abcdef",
+        host=wide,
+        port=14579,
+        request_id=wide,
+        num_tokens=1 << 40,
+        block_ids=tuple((longest,) * count for count in groups),
+        lease_duration_s=30.0,
+        prompt_digest=prompt_digest([]),
+        first_tokens=(1 << 40,) * MAX_GROUPS,
+        content={f"{part:x}{wide[1:]}": wide for part in range(MAX_CONTENT_PARTS)},
+        note=b"\xff" * MAX_NOTE_BYTES,
+    )
+    text = sign(ticket, KEY)
+    assert verify(text, KEY) == ticket
+    asked = Asked(id=1 << 63, transfer_id="x" * MAX_ID_CHARS, state=AskState.LENT, ticket=text)
+    assert len(encode(asked)) <= ControlOptions().max_message_bytes
 
 
 def test_an_equal_ticket_has_one_spelling_only():

@@ -34,7 +34,7 @@ from kvferry.control.give_backs import word_in
 from kvferry.control.leases import EndedLease, Lease, LeaseOutcome, LeaseRefusal, LeaseTable
 from kvferry.control.messages import BlockTables
 from kvferry.control.server import ControlServer
-from kvferry.control.tickets import TransferId
+from kvferry.control.tickets import MAX_TICKET_BLOCKS, TransferId
 from kvferry.observe.records import RequestRecords, TransferRecord
 
 logger = logging.getLogger(__name__)
@@ -510,9 +510,18 @@ class Lender:
     def _granted(
         self, request: RequestView, num_blocks: int, num_tokens: int, writers: Iterable[int]
     ) -> Lease | LeaseRefusal:
-        """Grants a lease of a request's blocks, if the caps allow it. Prompts computed to be lent
-        take precedence over cached prefixes that no target has fetched.
+        """Grants a lease of a request's blocks, if its ticket can name all blocks and the caps
+        allow the lease. Prompts computed to be lent take precedence over cached prefixes that no
+        target has fetched.
         """
+        named = sum(-(-num_tokens // group.virtual_block_size) for group in self._context.groups)
+        if named > MAX_TICKET_BLOCKS:
+            return LeaseRefusal(
+                f"the block tables of its {num_tokens} tokens have {named} entries over "
+                f"{len(self._context.groups)} KV cache groups, and a ticket holds "
+                f"{MAX_TICKET_BLOCKS}; serve the model with larger blocks (vLLM: --block-size, "
+                "SGLang: --page-size)"
+            )
         if lends_only_cached(request):
             if (refusal := self.prefixes.refusal(num_blocks)) is not None:
                 return refusal
