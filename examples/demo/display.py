@@ -45,7 +45,11 @@ def demo(
     ] = "shm",
     prompts: Annotated[
         Path | None,
-        typer.Option(help="JSON list of prompts to send.", show_default="the ones that ship"),
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder of prompts to send: a file *.txt for each.",
+            show_default="the ones that ship",
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 40,
     model: Annotated[str, typer.Option(help="Model to serve.")] = "smollm2",

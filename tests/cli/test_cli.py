@@ -456,6 +456,18 @@ def test_prepare_fails_where_nothing_can_be_kept(kvferry, monkeypatch):
     assert "compiled kernels cannot be kept" in outcome.err
 
 
+def test_the_help_of_demo_names_the_folder_of_prompts_that_is_read(kvferry, tmp_path):
+    (shown,) = [line for line in kvferry("demo", "--help").out.splitlines() if "--prompts" in line]
+    assert "FOLDER" in shown
+    assert "Folder of prompts to send: a file *.txt for each." in shown
+    (tmp_path / "prompts.json").write_text('["Why?"]')
+
+    outcome = kvferry("demo", "--prompts", tmp_path)
+
+    assert outcome.code == 2
+    assert "holds no prompts; put one text file per prompt there" in " ".join(outcome.err.split())
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 def test_serve_answers_and_ends_cleanly_on_sigterm(cluster_file, tmp_path):
