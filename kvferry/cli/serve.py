@@ -24,29 +24,27 @@ def serve(
 
     Raises:
         KVFerryError: the cluster cannot be started.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came before the cluster served.
+        SystemExit: 1 if the cluster can serve no more; the logs are kept.
     """
     console = make_console()
     config = load_cluster(file)
     end_by_interrupt()
-    try:
-        with PartProgress(console) as progress:
-            cluster = Cluster.open(
-                config,
-                where=str(file),
-                logs=logs,
-                progress=progress,
-                api_key=api_key,
-                operator_key=operator_key,
-                ray=ray,
-            )
-    except KeyboardInterrupt:
-        console.print("stopping", style="dim")
-        return
+    with PartProgress(console) as progress:
+        cluster = Cluster.open(
+            config,
+            where=str(file),
+            logs=logs,
+            progress=progress,
+            api_key=api_key,
+            operator_key=operator_key,
+            ray=ray,
+        )
     with cluster:
-        show(cluster, console)
-        console.print(f"OpenAI API at [bold]{cluster.url}/v1[/] (Ctrl-C stops it)")
-        console.print(f"the cluster at {cluster.url}/kvferry", style="dim")
         try:
+            show(cluster, console)
+            console.print(f"OpenAI API at [bold]{cluster.url}/v1[/] (Ctrl-C stops it)")
+            console.print(f"the cluster at {cluster.url}/kvferry", style="dim")
             healthy = _watch(cluster, console)
         except KeyboardInterrupt:
             console.print("stopping", style="dim")

@@ -1,5 +1,6 @@
 """What the commands print, and how they fail."""
 
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ from kvferry import __version__
 from kvferry.integrations import releases
 from kvferry.serving import process
 from kvferry.topology.description import PROTOCOL_MAX, PROTOCOL_MIN
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def test_version_tells_the_protocol_and_the_engines_too(kvferry, monkeypatch):
@@ -378,21 +381,67 @@ def test_notes_of_an_error_are_printed(kvferry, cluster_file, monkeypatch):
     assert outcome.err == "kvferry: it failed\n  logs: /somewhere\n"
 
 
-def test_an_interrupt_during_the_start_ends_cleanly(kvferry, cluster_file, monkeypatch):
+@pytest.fixture
+def _signals():
+    """Puts the handlers back that a command has replaced."""
+    before = [(number, signal.getsignal(number)) for number in SIGNALS]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_signals")
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("command", [("serve",), ("engine", "p0")])
+def test_a_signal_before_anything_is_served_ends_with_130(
+    kvferry, cluster_file, monkeypatch, command, number
+):
     def interrupted(*_args, **_kwargs):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         raise AssertionError("the signal did not arrive")
 
     monkeypatch.setattr("kvferry.cluster.launcher.Cluster.open", interrupted)
-    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
-    try:
-        outcome = kvferry("serve", cluster_file())
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+    name, *more = command
+    outcome = kvferry(name, cluster_file(), *more)
 
-    assert outcome.code == 0
-    assert outcome.out == "stopping\n"
+    assert outcome.code == 130
+    assert outcome.out == ""
+
+
+@pytest.mark.usefixtures("_signals")
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("during", ["url", "wait"])
+def test_a_signal_to_a_cluster_that_serves_ends_with_0(
+    kvferry, cluster_file, monkeypatch, during, number
+):
+    class Serving(contextlib.ExitStack):
+        """A cluster that serves; the signal comes while its address is told, or later."""
+
+        engines, logs, can_serve = (), "/logs", True
+
+        @property
+        def url(self):
+            self.at("url")
+            return "http://a"
+
+        def wait(self, _timeout_s):
+            self.at("wait")
+
+        def at(self, place):
+            if place == during:
+                os.kill(os.getpid(), number)
+                raise AssertionError("the signal did not arrive")
+
+        def remove_logs(self):
+            closed.append(self)
+
+    closed: list[Serving] = []
+    monkeypatch.setattr("kvferry.cluster.launcher.Cluster.open", lambda *_, **__: Serving())
+    outcome = kvferry("serve", cluster_file())
+
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.endswith("stopping\n")
+    assert closed
 
 
 def test_serve_says_which_folder_it_cannot_write(kvferry, cluster_file, monkeypatch):
