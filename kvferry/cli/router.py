@@ -16,6 +16,7 @@ from kvferry.cli import members
 from kvferry.cli.console import make_console
 from kvferry.cli.options import ApiKey, Keys, OperatorKey, load_keys
 from kvferry.connectors.pull.config import PullConfig
+from kvferry.errors import ConfigError
 from kvferry.router.answer import TextCodec
 from kvferry.router.draining import Drain
 from kvferry.router.lists import engines_behind, engines_in
@@ -247,7 +248,8 @@ def route(
     """Serves until Ctrl-C or SIGTERM, unless the user gives a command of the group.
 
     Raises:
-        KVFerryError: a file or the tokenizer cannot be used, or the port is taken.
+        KVFerryError: a file or the tokenizer cannot be used, the port is taken, or the router could
+            never have a server.
         typer.BadParameter: a URL is malformed, the control channels do not match the servers, or
             an option lacks another option that it needs.
     """
@@ -266,6 +268,12 @@ def route(
         raise typer.BadParameter(
             "a name stands for several servers: list them in a file, each with its control",
             param_hint="--control",
+        )
+    if not named and engines is None and operator_key is None:
+        raise ConfigError(
+            "the router has no server, and can never get one: give --prefill and --decode, or "
+            "--engines with a file of servers, or set KVFERRY_OPERATOR_KEY, so that "
+            "`kvferry router add` and `kvferry engine` can add servers"
         )
     lists = [] if engines is None else [engines_in(engines)]
     for look in lists:

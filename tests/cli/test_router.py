@@ -62,6 +62,19 @@ def test_wrong_arguments_are_named(arguments, message):
     assert message in done.stderr
 
 
+@pytest.mark.parametrize("arguments", [(), ("--all-addresses",)])
+def test_a_router_that_can_never_have_a_server_is_refused(kvferry, monkeypatch, arguments):
+    monkeypatch.delenv("KVFERRY_OPERATOR_KEY")
+    monkeypatch.setattr("kvferry.cli.router.listen", lambda *_: pytest.fail("it would listen"))
+
+    outcome = kvferry("router", *arguments)
+
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.count("\n") == 1
+    for remedy in ("KVFERRY_OPERATOR_KEY", "--prefill and --decode", "--engines"):
+        assert remedy in outcome.err
+
+
 def test_a_taken_port_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
