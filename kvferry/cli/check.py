@@ -101,7 +101,13 @@ def check(
         if seen_from is None or decode is answers[0]
     ]
     if not verdicts:
-        raise ConfigError(f"--from: {seen_from} is {answers[0].role}, which loads from nobody")
+        asking, *others = answers
+        if asking.role == "kv_producer":
+            raise ConfigError(f"--from: {seen_from} is {asking.role}, which loads from nobody")
+        raise ConfigError(
+            f"--from: {seen_from} is {asking.role}, and no other engine lends to it: "
+            f"{_roles_text(others)}; name at least one producer"
+        )
     if as_json:
         print_json([_as_json(verdict) for verdict in verdicts])
     else:
@@ -147,11 +153,14 @@ def _pairs(answers: Sequence[DescriptionReply]) -> list[tuple[DescriptionReply, 
         and decode.role in ("kv_consumer", "kv_both")
     ]
     if not pairs:
-        found = ", ".join(
-            f"{answer.description.engine_id!r} is {answer.role}" for answer in answers
+        raise ConfigError(
+            f"no pair to check: {_roles_text(answers)}; name at least one producer and one consumer"
         )
-        raise ConfigError(f"no pair to check: {found}; name at least one producer and one consumer")
     return pairs
+
+
+def _roles_text(answers: Sequence[DescriptionReply]) -> str:
+    return ", ".join(f"{answer.description.engine_id!r} is {answer.role}" for answer in answers)
 
 
 def _judge(

@@ -181,6 +181,18 @@ def test_pairs_can_be_seen_from_one_engine(kvferry, engine):
     assert "kv_producer, which loads from nobody" in wrong.err
 
 
+def test_an_engine_that_loads_and_lends_but_has_no_source_is_told_what_is_missing(kvferry, engine):
+    both, decode = engine("b0", "kv_both"), engine("d0", "kv_consumer")
+
+    outcome = kvferry("check", address(decode), "--from", address(both))
+
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == (
+        f"kvferry: --from: {address(both)} is kv_both, and no other engine lends to it: 'd0' is "
+        "kv_consumer; name at least one producer\n"
+    )
+
+
 def test_the_answer_for_programs(kvferry, engine):
     prefill, decode = engine("p0", "kv_producer"), engine("d0", "kv_consumer", weights="w9")
     other = engine("d1", "kv_consumer", parallel=ParallelShape(pp=2))
