@@ -28,7 +28,7 @@ ROOMS: dict[str, int] = {
     "(base)": 572,
     "benchmarks": 6881,
     "cache": 2390,
-    "cli": 3302,
+    "cli": 3308,
     "cluster": 1448,
     "config": 433,
     "connectors": 4596,

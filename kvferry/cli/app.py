@@ -32,8 +32,8 @@ COMMANDS = {
     "drain": "Tell whether an engine may be stopped: whether it has no request that loads or lends "
     "KV. Exit code 1: it has.",
     "status": "Show an engine's peers, leases, transfers and last errors.",
-    "trace": "Show one request's life over prefill and decode engines. Exit code 1: no engine "
-    "knows the request.",
+    "trace": "Show one request's life over prefill and decode engines. Exit code 1: every engine "
+    "answered, and none knows the request.",
     "keys": "Make a cluster key (signs tickets) and CURVE keys (encrypt the control channel).",
     "router": "Route OpenAI requests over running prefill and decode servers (vLLM's), until "
     "Ctrl-C.\n\nThe commands below change the servers of a router that runs.",

@@ -15,7 +15,7 @@ from kvferry.config import printable
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import MAX_ID_CHARS, RequestTrace, TracePart
 from kvferry.control.options import ControlOptions
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, KVFerryError
 from kvferry.explain.sentences import bytes_text
 from kvferry.observe.timeline import EngineAnswer, Row, Stretch, gather, handover, rows_of
 from kvferry.zeromq import join_address
@@ -51,7 +51,8 @@ def trace(
 
     Raises:
         ConfigError: the id, an address or the keys cannot be used.
-        SystemExit: 1 if no engine knows the request.
+        KVFerryError: an engine gave no answer, and no other engine knows the request.
+        SystemExit: 1 if all engines answered, and none knows the request.
     """
     if not 0 < len(request_id) <= MAX_ID_CHARS:
         raise ConfigError(f"REQUEST_ID: an id has 1 to {MAX_ID_CHARS} characters")
@@ -64,8 +65,14 @@ def trace(
         print_json({"request_id": request_id, "engines": answers, "handover": found})
     else:
         show(request_id, answers, make_console())
-    if not any(answer.requests for answer in answers):
-        raise typer.Exit(1)
+    if any(answer.requests for answer in answers):
+        return
+    if silent := [answer.address for answer in answers if answer.error]:
+        raise KVFerryError(
+            f"{request_id} was not found, but {len(silent)} of {len(answers)} engines gave no "
+            f"answer: {', '.join(silent)}"
+        )
+    raise typer.Exit(1)
 
 
 def show(request_id: str, answers: Sequence[EngineAnswer], console: Console) -> None:

@@ -26,6 +26,13 @@ def engines():
         yield source, target
 
 
+@pytest.fixture
+def nobody():
+    """A port at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        return closed.getsockname()[1]
+
+
 def part(name, started, seconds, **more):
     return TracePart(name=name, started=started, seconds=seconds, **more)
 
@@ -109,11 +116,9 @@ def test_trace_finds_the_source_by_what_the_target_says(kvferry, engines):
     assert "p7 prefill" in outcome.out
 
 
-def test_trace_says_who_does_not_know_and_who_is_not_there(kvferry, engines):
+def test_trace_says_who_does_not_know_and_who_is_not_there(kvferry, engines, nobody):
     source, target = engines
     remembers(target, part("lease", 100.5, 0.5))
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nobody = closed.getsockname()[1]
 
     outcome = kvferry("trace", "cmpl-1", source.port, target.port, nobody)
 
@@ -135,15 +140,30 @@ def test_trace_of_an_engine_that_does_not_know_the_question_says_so(kvferry, eng
 
     outcome = kvferry("trace", "cmpl-1", engines[0].port, "--timeout", "2")
 
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert "it runs an older kvferry, which does not know this question" in outcome.out
 
 
 def test_trace_that_nobody_knows_ends_with_1(kvferry, engines):
-    outcome = kvferry("trace", "cmpl-1", engines[0].port)
+    outcome = kvferry("trace", "cmpl-1", *(engine.port for engine in engines))
 
-    assert outcome.code == 1
-    assert "none of the last 0 requests that loaded or lent KV here" in outcome.out
+    assert (outcome.code, outcome.err) == (1, "")
+    assert outcome.out.count("none of the last 0 requests that loaded or lent KV here") == 2
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_trace_that_a_silent_engine_may_know_ends_with_2(kvferry, engines, nobody, others, form):
+    heard = [engine.port for engine in engines[:others]]
+
+    outcome = kvferry("trace", "cmpl-1", *heard, nobody, *form)
+
+    assert outcome.code == 2
+    assert f"127.0.0.1:{nobody}" in outcome.out
+    assert outcome.err == (
+        f"kvferry: cmpl-1 was not found, but 1 of {1 + others} engines gave no answer: "
+        f"127.0.0.1:{nobody}\n"
+    )
 
 
 @pytest.mark.timed("A difference of clocks must be measured to 1 ms.")
