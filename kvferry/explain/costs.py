@@ -26,7 +26,11 @@ Memories: TypeAlias = Sequence[Sequence[RankMemory]]
 
 @dataclass(frozen=True, slots=True)
 class PairCost:
-    """The cost of a request's reads by a target rank from a source rank, over all groups."""
+    """The cost of a request's reads by a target rank from a source rank, over all groups.
+
+    If the dtype changes, contiguous copies are those of
+    :func:`~kvferry.topology.typical.count_copies`.
+    """
 
     target_rank: int
     source_rank: int
@@ -198,7 +202,7 @@ def count_segments(parts: Iterable["ReadPart"], seed: int = 0) -> tuple[int, int
         copies = part.copies(seed)
         nbytes += copies.nbytes
         for rank, tiles in part.tiles(None, None).items():
-            segments += count_copies(tiles, copies.runs_of(rank))
+            segments += count_copies(tiles, copies.runs_of(rank), part.plan.conversion)
     return nbytes, segments
 
 
@@ -237,6 +241,7 @@ class ReadPart:
     ) -> Iterator[PairCost]:
         """The cost of the target rank's reads from each source rank."""
         copies, others = self.copies(None), self.copies(seed)
+        conversion = self.plan.conversion
         for rank, tiles in self.tiles(source, target).items():
             ordered, shuffled = copies.runs_of(rank), others.runs_of(rank)
             if not len(ordered):
@@ -253,8 +258,8 @@ class ReadPart:
                 heads=tuple(sorted(heads)),
                 nbytes=given.bytes_per_token * num_tokens,
                 rows=rows * num_tokens,
-                segments_ordered=count_copies(tiles, ordered),
-                segments_shuffled=count_copies(tiles, shuffled),
+                segments_ordered=count_copies(tiles, ordered, conversion),
+                segments_shuffled=count_copies(tiles, shuffled, conversion),
             )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 from kvferry.topology.group import GroupGeometry
 from kvferry.topology.plan import BoundCopies, TransferPlan
-from kvferry.topology.tensors import RankMemory
+from kvferry.topology.tensors import ITEMSIZES, RankMemory
 
 TYPICAL_TOKENS = 2048
 """Number of tokens of a typical request."""
@@ -49,7 +49,8 @@ def mean_segment_bytes(tiles: Mapping[int, Tiles], copies: BoundCopies) -> float
         tiles: source rank → tiles of this rank: the plan, lowered onto real memory.
         copies: copies of a request; :func:`typical_copies` makes the copies of a typical request.
     """
-    return _mean_bytes((table, copies.runs_of(rank)) for rank, table in tiles.items())
+    tables = ((table, copies.runs_of(rank)) for rank, table in tiles.items())
+    return _mean_bytes(tables, copies.plan.conversion)
 
 
 def mean_source_bytes(tiles: Mapping[int, Tiles], copies: BoundCopies) -> float:
@@ -57,14 +58,15 @@ def mean_source_bytes(tiles: Mapping[int, Tiles], copies: BoundCopies) -> float:
 
     A wire that transfers dense chunks delivers segments of this length.
     """
-    return _mean_bytes(_source_only(table, copies.runs_of(rank)) for rank, table in tiles.items())
+    tables = (_source_only(table, copies.runs_of(rank)) for rank, table in tiles.items())
+    return _mean_bytes(tables, None)
 
 
-def _mean_bytes(tables: Iterable[tuple[Tiles, Runs]]) -> float:
+def _mean_bytes(tables: Iterable[tuple[Tiles, Runs]], conversion: tuple[str, str] | None) -> float:
     nbytes = segments = 0
     for table, runs in tables:
         nbytes += num_bytes(table, runs)
-        segments += sum(times * count_copies(tile, runs) for tile, times in unlike_tiles(table))
+        segments += count_copies(table, runs, conversion)
     return nbytes / max(segments, 1)
 
 
@@ -78,11 +80,31 @@ def _source_only(tiles: Tiles, runs: Runs) -> tuple[Tiles, Runs]:
     return tiles, runs
 
 
-def count_copies(tiles: Tiles, runs: Runs) -> int:
-    """Number of contiguous copies after merging."""
-    from kvferry.layouts.copier import count_segments  # compiles; planning alone need not
+def count_copies(tiles: Tiles, runs: Runs, conversion: tuple[str, str] | None = None) -> int:
+    """Number of contiguous copies after merging.
 
-    return count_segments(tiles, runs)
+    A conversion copies cells twice (:mod:`kvferry.layouts.staging`): from the source into dense
+    chunks, and from the converted chunks into the target. The number is that of the pass with more
+    copies.
+
+    Args:
+        tiles: a 1-d array of ``TILE_DTYPE``.
+        runs: a 1-d array of ``RUN_DTYPE``.
+        conversion: dtypes of source and target if they differ.
+    """
+    # These modules compile; planning alone need not.
+    from kvferry.layouts.copier import count_segments
+    from kvferry.layouts.staging import stage
+
+    packed = unpacked = 0
+    for tile, times in unlike_tiles(tiles):
+        if conversion is None:
+            packed += times * count_segments(tile, runs)
+            continue
+        for chunk in stage(tile, runs, target_itemsize=ITEMSIZES[conversion[1]]):
+            packed += times * count_segments(chunk.pack_tiles, chunk.pack_runs)
+            unpacked += times * count_segments(chunk.unpack_tiles, chunk.unpack_runs)
+    return max(packed, unpacked)
 
 
 def unlike_tiles(tiles: Tiles) -> Iterator[tuple[Tiles, int]]:

@@ -94,10 +94,12 @@ def test_a_transport_of_somebody_else_is_told_of_like_those_that_ship(planned):
 def test_a_conversion_is_staged_over_everything(kvferry, planned):
     narrow, wide = "dtype=bfloat16", "dtype=float32"
     model = "--model", "smollm2-135m"
+    _, alike = planned("plan", "--prefill", narrow, "--decode", narrow, *model)
     _, ways = planned("plan", "--prefill", narrow, "--decode", wide, *model)
-    for (found,) in ways.values():
+    for name, (found,) in ways.items():
         assert found["way"] == "staged"
         assert "bfloat16 becomes float32" in found["reason"]
+        assert found["segment_bytes"] == alike[name][0]["segment_bytes"]
     lossy = kvferry("plan", "--prefill", wide, "--decode", narrow, *model)
     assert lossy.code == 2
     assert "float32, target has bfloat16" in lossy.err

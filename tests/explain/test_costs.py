@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +16,9 @@ from kvferry.explain.costs import (
     segment_lengths,
 )
 from kvferry.explain.savings import WORTH
-from kvferry.layouts import Layout
-from kvferry.topology import ParallelShape
+from kvferry.layouts import Layout, copier
+from kvferry.topology import ParallelShape, plan_transfer, run_copies
+from kvferry.topology.typical import typical_copies
 from tests import geometries
 
 LAW = settings(max_examples=60, deadline=None)
@@ -25,9 +27,10 @@ geometry = partial(geometries.geometry, num_layers=4, num_kv_heads=4)
 
 
 @st.composite
-def engines(draw, num_kv_heads):
+def engines(draw, num_kv_heads, dtype="float32"):
     return geometry(
         num_kv_heads=num_kv_heads,
+        dtype=dtype,
         block_size=draw(st.sampled_from([1, 2, 3, 4, 8])),
         layout=draw(st.sampled_from(["NHD", "HND", "BNHKD", "BLKNHD", "BLHNC"])),
         parallel=ParallelShape(tp=draw(st.integers(1, 5)), pp=draw(st.integers(1, 3))),
@@ -37,7 +40,8 @@ def engines(draw, num_kv_heads):
 @st.composite
 def pairs(draw):
     num_kv_heads = draw(st.integers(1, 4))
-    return draw(engines(num_kv_heads)), draw(engines(num_kv_heads)), draw(st.integers(1, 30))
+    target = engines(num_kv_heads, draw(st.sampled_from(["float32", "float64"])))
+    return draw(engines(num_kv_heads)), draw(target), draw(st.integers(1, 30))
 
 
 def test_a_pair_costs_what_its_groups_cost_together():
@@ -72,6 +76,52 @@ def test_the_memory_that_engines_describe_decides_how_much_merges():
         source=source, target=source, num_tokens=32, source_memory=[[padded.memory(0, 9)]]
     )
     assert (spaced.segments_ordered, spaced.nbytes) == (4 * 2 * 32, dense.nbytes)
+
+
+@LAW
+@given(pair=pairs())
+def test_a_pair_of_ranks_costs_the_copies_that_are_made_also_where_the_dtype_changes(pair):
+    source, target, num_tokens = pair
+    room = num_tokens + 1  # blocks of any size, and the null block
+    given = {rank: caches(source, rank, room) for rank in range(source.world_size)}
+    for cost in explain_transfer(source=source, target=target, num_tokens=num_tokens):
+        plan = plan_transfer(source=source, target=target, target_rank=cost.target_rank)
+        plan = plan.for_source(cost.source_rank)
+        made: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(copier, "copy_tiles", noted(copier.copy_tiles, made))
+            copies = typical_copies(plan, num_tokens, seed=0)
+            run_copies(copies, sources=given, target=caches(target, cost.target_rank, room))
+        # With a conversion, copies into chunks and copies out of chunks take turns.
+        passes = [made] if plan.conversion is None else [made[::2], made[1::2]]
+        assert cost.segments_shuffled == max(map(sum, passes))
+        assert cost.segments_shuffled <= cost.rows
+
+
+def caches(engine, rank, num_blocks):
+    shape = engine.cache_shape(rank, num_blocks)
+    return {name: np.zeros(shape, engine.dtype) for name in engine.tensor_names(rank)}
+
+
+def noted(copy_tiles, made):
+    def copy(*arguments):
+        made.append(copy_tiles(*arguments))
+        return made[-1]
+
+    return copy
+
+
+def test_a_change_of_the_dtype_costs_no_more_copies_and_hides_no_saving():
+    source = geometry(num_kv_heads=8, block_size=16, layout="HND", dtype="bfloat16")
+    same = replace(source, layout=Layout.named("NHD"))
+    wider = replace(same, dtype="float32")
+
+    assert explain_transfer(source=source, target=wider, num_tokens=640) == explain_transfer(
+        source=source, target=same, num_tokens=640
+    )
+    savings = find_savings([source], [wider], 640)
+    assert savings == find_savings([source], [same], 640)
+    assert savings[0].factor == 16 * 8
 
 
 # ---- balance -----------------------------------------------------------------------------------
@@ -174,7 +224,9 @@ def test_the_length_of_segments_is_that_of_the_rank_with_the_shortest(pair):
         nbytes, segments = count_segments(parts)
         means += [nbytes / segments] if segments else []
     assert found.mean_bytes == pytest.approx(min(means))
-    assert (found.layers, found.conversion) == (tuple(range(4)), None)
+    dtypes = source.dtype, target.dtype
+    conversion = None if len(set(dtypes)) == 1 else dtypes
+    assert (found.layers, found.conversion) == (tuple(range(4)), conversion)
 
 
 # ---- sums by hand --------------------------------------------------------------------------------
