@@ -31,8 +31,8 @@ ROOMS: dict[str, int] = {
     "cli": 3308,
     "cluster": 1448,
     "config": 433,
-    "connectors": 4596,
-    "control": 2956,
+    "connectors": 4604,
+    "control": 2957,
     "engine": 3641,
     "explain": 1740,
     "integrations": 4962,
@@ -41,8 +41,8 @@ ROOMS: dict[str, int] = {
     "router": 5560,
     "serving": 1160,
     "testing": 3936,
-    "topology": 2190,
-    "transports": 6046,
+    "topology": 2201,
+    "transports": 6106,
 }
 """Room → lines of code: no blank lines, comments and docstrings."""
 SLACK = 0.02
