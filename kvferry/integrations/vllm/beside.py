@@ -54,8 +54,9 @@ class Beside:
 
     def will_write(self, block_ids: Iterable[int]) -> None:
         """Makes neighbours finish their copies from these blocks before a load overwrites them."""
+        written = list(block_ids)
         for each in self._connectors:
-            compat.finish_copies_from(each, block_ids)
+            compat.finish_copies_from(each, written)
 
     def forget(self, outdated: Iterable[str]) -> None:
         """Notes a change of the weights; the given requests have KV of the older weights."""

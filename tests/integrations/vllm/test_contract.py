@@ -5,6 +5,7 @@ import inspect
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ vllm = pytest.importorskip("vllm", reason="vllm is not installed here; `make tes
 
 import kvferry
 from kvferry.integrations.vllm import KVFerryConnector, contract
+from kvferry.integrations.vllm.beside import Beside
 from kvferry.integrations.vllm.compat import KVConnectorBase_V1, SupportsHMA, release
 from kvferry.integrations.vllm.release import KNOWN, check_release, module_of
 from tests.stages import VLLM_RELEASES
@@ -149,3 +151,16 @@ def test_a_newer_release_that_asks_for_more_is_refused(monkeypatch):
     monkeypatch.setattr(KVConnectorBase_V1, "__abstractmethods__", more)
     with pytest.raises(ImportError, match="KVConnectorBase_V1 without count_stars"):
         check_release("0.34.0")
+
+
+def test_every_neighbour_learns_which_blocks_a_load_writes():
+    class Tier:
+        get_handshake_metadata = KVConnectorBase_V1.get_handshake_metadata
+
+        def __init__(self):
+            self.connector_scheduler = SimpleNamespace(_current_batch_allocated_block_ids=set())
+
+    tiers = [Tier(), Tier()]
+    Beside(tiers).will_write(block for table in ([1, 2, 0], [4]) for block in table)
+    found = [vars(each.connector_scheduler) for each in tiers]
+    assert found == [{"_current_batch_allocated_block_ids": {1, 2, 4}}] * 2
