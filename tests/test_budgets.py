@@ -35,7 +35,7 @@ ROOMS: dict[str, int] = {
     "control": 2957,
     "engine": 3641,
     "explain": 1740,
-    "integrations": 4962,
+    "integrations": 4967,
     "layouts": 3654,
     "observe": 585,
     "router": 5560,

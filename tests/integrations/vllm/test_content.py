@@ -39,6 +39,17 @@ def view(tokens=(1, 2, 3, 4, 5, 6), check="sample", hashed=True, **fields):
     return VllmRequest(request_of(tokens, **fields), ContentKeys(check, inputs_are_hashed=hashed))
 
 
+def test_a_cut_request_ends_after_its_first_token_whatever_the_client_asked_for():
+    """vLLM 0.28 goes on below ``min_tokens`` although ``max_tokens`` is reached."""
+    params = SamplingParams(max_tokens=50, min_tokens=40)
+    request = Request("r", list(range(20)), params, None)
+    compat.cut_prompt(request, 17)
+    assert (request.num_prompt_tokens, request.max_tokens) == (17, 1)
+    assert request.sampling_params is not None
+    assert request.sampling_params.min_tokens == 1
+    assert params.min_tokens == 40, "other requests of the client may have it too"
+
+
 def image(identifier, offset, length=2):
     return MultiModalFeatureSpec(
         data=None,

@@ -134,6 +134,10 @@ def cut_prompt(request: Any, num_tokens: int) -> None:
     del request._all_token_ids[num_tokens:]  # noqa: SLF001 (the copy has no public name)
     request.num_prompt_tokens = num_tokens
     request.max_tokens = 1
+    params = request.sampling_params
+    if params is not None and params.min_tokens > 1:  # vLLM 0.28 looks at it before `max_tokens`
+        request.sampling_params = copy.copy(params)  # the other one may belong to other requests
+        request.sampling_params.min_tokens = 1
 
 
 def adapter_of(request: Any) -> tuple[str, str] | None:
