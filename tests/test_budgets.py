@@ -28,13 +28,13 @@ ROOMS: dict[str, int] = {
     "(base)": 572,
     "benchmarks": 6881,
     "cache": 2390,
-    "cli": 3308,
+    "cli": 3311,
     "cluster": 1448,
     "config": 433,
-    "connectors": 4604,
+    "connectors": 4609,
     "control": 2957,
     "engine": 3641,
-    "explain": 1740,
+    "explain": 1753,
     "integrations": 4967,
     "layouts": 3654,
     "observe": 585,
@@ -42,7 +42,7 @@ ROOMS: dict[str, int] = {
     "serving": 1160,
     "testing": 3936,
     "topology": 2201,
-    "transports": 6106,
+    "transports": 6117,
 }
 """Room → lines of code: no blank lines, comments and docstrings."""
 SLACK = 0.02

@@ -33,6 +33,7 @@ from kvferry.errors import (
 )
 from kvferry.explain.pairs import EnginePair, PlannedEngine, explain_pair, pair_as_json
 from kvferry.topology.description import EngineDescription
+from kvferry.transports.base import DeviceTransport, Transport
 from kvferry.transports.registry import transport_class
 from kvferry.zeromq import join_address
 
@@ -174,6 +175,8 @@ def _judge(
             "and they reach ranks on one host only, and these are on several; add tcp on both"
         )
     pair = None
+    if any(issubclass(kind, DeviceTransport) for kind in map(_class, decode.ranks[0].endpoints)):
+        device = "cuda"  # a rank opens such a transport for a cache on a GPU only
     if not mismatches:
         pair = explain_pair(
             _engine(prefill), _engine(decode), tokens, load_transports(transports), device
@@ -190,15 +193,15 @@ def reaching(prefill: EngineDescription, decode: EngineDescription) -> list[str]
     return [
         name
         for name in decode.ranks[0].endpoints
-        if name in common and (len(hosts) < 2 or not _is_of_one_host(name))
+        if name in common and (len(hosts) < 2 or not _class(name).same_host)
     ]
 
 
-def _is_of_one_host(name: str) -> bool:
+def _class(name: str) -> type[Transport]:
     try:
-        return transport_class(name).same_host
+        return transport_class(name)
     except PluginError:
-        return False  # the transport is not installed here, and may be of any kind
+        return Transport  # the transport is not installed here, and may be of any kind
 
 
 def _engine(description: EngineDescription) -> PlannedEngine:

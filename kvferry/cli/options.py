@@ -1,7 +1,7 @@
 """Options and arguments of several commands, and functions that read their values."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import typer
@@ -26,7 +26,7 @@ Keys = Annotated[
 ]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds to wait.")]
 Device = Annotated[
-    str, typer.Option(metavar="NAME", help="Device of the decode engine's KV cache, such as cuda.")
+    Literal["cpu", "cuda"], typer.Option(help="Device of the decode engine's KV cache.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 Logs = Annotated[

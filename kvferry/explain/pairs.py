@@ -4,6 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvferry.config import KVTransferConfig
+from kvferry.connectors.pull.memory import check_device
+from kvferry.errors import ConfigError
 from kvferry.explain.costs import (
     Balance,
     Memories,
@@ -18,10 +21,15 @@ from kvferry.layouts import LAYOUT_NAMES, Layout
 from kvferry.layouts.arrays import HOST
 from kvferry.topology import GroupGeometry
 from kvferry.transports.base import Transport
+from kvferry.transports.registry import device_keys
 from kvferry.transports.ways import Way, choose_way
 
 _CELLS = ("num_kv_heads", "head_size", "head_size_v", "use_mla", "dtype", "recurrent_state")
 """Properties of a group's cells in the JSON, if the kind of the group has them."""
+
+_LOADS = KVTransferConfig(kv_connector="PullConnector", kv_role="kv_consumer", kv_port=0)
+"""The configuration of a decode engine that lends nothing, with which its transports are checked.
+"""
 
 _NAMES = {Layout.named(name): name for name in reversed(list(LAYOUT_NAMES))}
 
@@ -99,7 +107,7 @@ def explain_pair(
         decode: the target engine.
         num_tokens: number of tokens of the request.
         transports: transports for which the way is computed.
-        device: device of the decode engine's memory.
+        device: device of the decode engine's memory, ``cpu`` or ``cuda``.
 
     Raises:
         ValueError: the two engines can never exchange KV.
@@ -122,7 +130,11 @@ def _ways(
     transports: Iterable[type[Transport]],
     device: str,
 ) -> dict[str, tuple[GroupWay, ...]]:
-    """Computes ``EnginePair.ways``; for large engines, from a sample of the ranks."""
+    """Computes ``EnginePair.ways``; for large engines, from a sample of the ranks.
+
+    Each transport has the keys with which engines open it by default.
+    """
+    keys = {} if device == HOST else device_keys(f"{device}:0")
     ranks = range(0, decode.world_size, -(-decode.world_size // TRIAL_RANKS))
     parts = read_parts(prefill.groups, decode.groups, num_tokens, decode.engine_id, ranks)
     lengths = segment_lengths(parts, prefill.memory, decode.memory)
@@ -131,7 +143,8 @@ def _ways(
             GroupWay(
                 found.layers,
                 found.mean_bytes,
-                choose_way(
+                _refusal(kind, device)
+                or choose_way(
                     kind,
                     device=device,
                     conversion=found.conversion,
@@ -141,8 +154,17 @@ def _ways(
             )
             for found in lengths
         )
-        for kind in transports
+        for kind in (each.with_keys(keys.get(each.name, {})) for each in transports)
     }
+
+
+def _refusal(kind: type[Transport], device: str) -> Way | None:
+    """The refusal of a transport by a decode engine whose cache is on ``device``, if any."""
+    try:
+        check_device(device, _LOADS, {kind.name: kind})
+    except ConfigError as error:
+        return Way("refused", str(error))
+    return None
 
 
 def map_pairs(

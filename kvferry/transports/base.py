@@ -337,6 +337,11 @@ class Transport(Closing):
     """Struct of the keys in ``extra``, which is checked before the transport is opened."""
 
     @classmethod
+    def with_keys(cls, extra: Mapping[str, Any]) -> type["Transport"]:  # noqa: ARG003
+        """The class of the transport that :meth:`open` returns for keys in ``options.extra``."""
+        return cls
+
+    @classmethod
     @abstractmethod
     def open(cls, options: TransportOptions) -> "Transport":
         """Returns a transport that is ready to serve and to read.

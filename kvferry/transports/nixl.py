@@ -16,7 +16,9 @@ often while nothing happens, and not at all while nothing can happen.
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -139,6 +141,11 @@ class NixlTransport(Transport):
         self._thread = Mailbox("nixl", self._look).start()
 
     @classmethod
+    def with_keys(cls, extra: Mapping[str, Any]) -> type["NixlTransport"]:
+        """See :meth:`Transport.with_keys`."""
+        return NixlDeviceTransport if extra.get("device_memory") else NixlTransport
+
+    @classmethod
     def open(cls, options: TransportOptions) -> "NixlTransport":
         """Makes the serving agent, loads the copier and starts the thread.
 
@@ -157,8 +164,7 @@ class NixlTransport(Transport):
                 "/dev/infiniband may be opened; take another transport"
             )
         warm()
-        kind = NixlDeviceTransport if extra.device_memory else NixlTransport
-        return kind(extra, options.stall_timeout_s)
+        return cls.with_keys(options.extra)(extra, options.stall_timeout_s)
 
     def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
         """See :meth:`Transport.allocate`."""

@@ -11,6 +11,7 @@ cost per segment, and dense chunks come in longer segments if the source has a d
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kvferry.layouts.arrays import HOST
 from kvferry.transports.base import DeviceTransport, Transport
@@ -20,14 +21,18 @@ from kvferry.transports.base import DeviceTransport, Transport
 class Way:
     """The way of the cells of one pair of KV cache groups."""
 
-    placed: bool
-    """Whether the transport writes the cells directly into place; otherwise the cells are
-    staged."""
+    kind: Literal["placed", "staged", "refused"]
+    """``refused`` if the transport cannot serve the engine's memory; only plans have this kind."""
     reason: str
     """Reason for the choice, in a few words."""
 
+    @property
+    def placed(self) -> bool:
+        """Whether the transport writes the cells directly into place."""
+        return self.kind == "placed"
+
     def __str__(self) -> str:
-        return "placed" if self.placed else "staged"
+        return self.kind
 
 
 def choose_way(
@@ -52,15 +57,15 @@ def choose_way(
     kind = transport if isinstance(transport, type) else type(transport)
     name, least = transport.name, transport.least_segment_bytes
     if conversion is not None:
-        return Way(placed=False, reason=f"{conversion[0]} becomes {conversion[1]} on the way")
+        return Way("staged", f"{conversion[0]} becomes {conversion[1]} on the way")
     if not transport.fences:
-        return Way(placed=False, reason=f"{name} cannot prove that a read has ended")
+        return Way("staged", f"{name} cannot prove that a read has ended")
     if device != HOST and not issubclass(kind, DeviceTransport):
-        return Way(placed=False, reason=f"{name} does not write memory on {device}")
+        return Way("staged", f"{name} does not write memory on {device}")
     if segment_bytes < least and source_bytes >= 2 * segment_bytes:
         return Way(
-            placed=False,
-            reason=f"segments have {segment_bytes:,.0f} bytes on average, "
-            f"{name} places those of {least:,} and more",
+            "staged",
+            f"segments have {segment_bytes:,.0f} bytes on average, {name} places those of "
+            f"{least:,} and more",
         )
-    return Way(placed=True, reason=f"{name} writes the cells where they belong")
+    return Way("placed", f"{name} writes the cells where they belong")

@@ -149,6 +149,18 @@ def test_transports_are_told_as_the_decode_engine_prefers_them(kvferry, engine, 
     assert f"p0 → d0: {told}\n" in kvferry("check", *map(address, servers)).out
 
 
+def test_an_engine_that_offers_cuda_ipc_is_told_of_as_one_on_a_gpu(kvferry, engine):
+    offered = ("cuda_ipc", "tcp")
+    servers = (
+        engine("p0", "kv_producer", transports=offered),
+        engine("d0", "kv_consumer", transports=offered),
+    )
+    outcome = kvferry("check", *map(address, servers))
+    assert outcome.code == 0, outcome.err
+    assert "cuda_ipc writes the cells where they belong" in outcome.out
+    assert "tcp does not write memory on cuda" in outcome.out
+
+
 def test_what_does_not_reach_another_host_is_not_told(kvferry, engine):
     near = engine("near", "kv_producer")
     far = engine("far", "kv_producer", host="h1")

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from kvferry.config import KVTransferConfig
+from kvferry.connectors.pull.memory import check_device
+from kvferry.errors import ConfigError
 from kvferry.plugins import TRANSPORTS, installed_plugins, temporary_plugin
 from kvferry.topology.typical import TYPICAL_TOKENS
 from kvferry.transports.registry import transport_class
@@ -27,13 +30,16 @@ def planned(kvferry):
     return run
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_way_over_every_transport_is_the_one_that_the_connector_takes(planned, device):
+@pytest.mark.parametrize(("device", "refused"), [("cpu", {"cuda_ipc"}), ("cuda", set())])
+def test_the_way_over_every_transport_is_the_one_that_the_connector_takes(planned, device, refused):
     text, ways = planned(*PLAN, "--device", device)
     assert tuple(ways) == installed_plugins(TRANSPORTS)
+    assert {name for name, (found,) in ways.items() if found["way"] == "refused"} == refused
     for name, (found,) in ways.items():
+        if name in refused:
+            continue
         way = choose_way(
-            transport_class(name),
+            transport_class(name).with_keys({"device_memory": device == "cuda"}),
             device=device,
             conversion=None,
             segment_bytes=found["segment_bytes"],
@@ -47,6 +53,32 @@ def test_the_way_over_every_transport_is_the_one_that_the_connector_takes(planne
             for line in text.splitlines()
         )
     assert ways["shm"][0]["way"] == ("placed" if device == "cpu" else "staged")
+
+
+def test_a_transport_that_the_engine_would_refuse_is_refused_in_the_engines_words(planned):
+    text, ways = planned(*PLAN, "--transport", "cuda_ipc")
+    (found,) = ways["cuda_ipc"]
+    config = KVTransferConfig(kv_connector="PullConnector", kv_role="kv_consumer", kv_port=0)
+    with pytest.raises(ConfigError) as refusal:
+        check_device("cpu", config, {"cuda_ipc": transport_class("cuda_ipc")})
+    assert (found["way"], found["reason"]) == ("refused", str(refusal.value))
+    assert "refused" in text
+    assert "writes the cells" not in text
+
+
+def test_on_a_gpu_nixl_is_told_with_the_keys_that_engines_give_it(planned):
+    alike = "plan", "--prefill", "block=64", "--decode", "block=64", "--model", "llama-3-8b"
+    _, ways = planned(*alike, "--device", "cuda")
+    assert [found["way"] for found in ways["nixl"]] == ["placed"]
+    assert [found["way"] for found in ways["tcp"]] == ["staged"]
+    _, short = planned(*PLAN, "--device", "cuda", "--transport", "nixl")
+    assert "nixl places those of 32,768 and more" in short["nixl"][0]["reason"]
+
+
+def test_a_device_that_is_not_known_is_refused_with_those_that_are(kvferry):
+    found = kvferry(*PLAN, "--device", "cdua")
+    assert (found.code, found.out) == (2, "")
+    assert "'cdua' is not one of 'cpu', 'cuda'" in found.err
 
 
 def test_segments_are_those_of_a_typical_request(planned):
@@ -96,6 +128,7 @@ def test_a_conversion_is_staged_over_everything(kvferry, planned):
     model = "--model", "smollm2-135m"
     _, alike = planned("plan", "--prefill", narrow, "--decode", narrow, *model)
     _, ways = planned("plan", "--prefill", narrow, "--decode", wide, *model)
+    assert ways.pop("cuda_ipc")[0]["way"] == "refused"  # for host memory, whatever the dtype
     for name, (found,) in ways.items():
         assert found["way"] == "staged"
         assert "bfloat16 becomes float32" in found["reason"]

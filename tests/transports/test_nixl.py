@@ -31,7 +31,13 @@ from kvferry.testing.transport_scene import LARGE, SMALL, Scene
 from kvferry.testing.unfenced_conformance import UnfencedTransportConformance
 from kvferry.testing.waiting import until
 from kvferry.transports import nixl, nixl_agents, nixl_reader, regions
-from kvferry.transports.base import Transfer, TransferState, Transport, TransportOptions
+from kvferry.transports.base import (
+    DeviceTransport,
+    Transfer,
+    TransferState,
+    Transport,
+    TransportOptions,
+)
 from kvferry.transports.nixl import NixlTransport
 from kvferry.transports.nixl_agents import (
     AgentEndpoint,
@@ -312,6 +318,16 @@ def one_tile(nbytes: int = 1 << 16):
 
 def with_changes(endpoint: bytes, **changes: object) -> bytes:
     return msgspec.msgpack.encode(msgspec.structs.replace(decode_endpoint(endpoint), **changes))
+
+
+@pytest.mark.slow
+@needs_nixl
+@pytest.mark.parametrize("device_memory", [False, True])
+def test_the_class_that_keys_give_is_known_before_it_is_opened(device_memory: bool) -> None:
+    extra = {"device_memory": device_memory}
+    with NixlTransport.open(TransportOptions(extra=extra)) as transport:
+        assert type(transport) is NixlTransport.with_keys(extra)
+        assert isinstance(transport, DeviceTransport) == device_memory
 
 
 @pytest.mark.slow

@@ -127,7 +127,9 @@ def device_of(spans: Iterable[MemorySpan], rank: int) -> str:
 
 
 def check_device(
-    device: str, config: KVTransferConfig, transports: Mapping[str, Transport]
+    device: str,
+    config: KVTransferConfig,
+    transports: Mapping[str, Transport] | Mapping[str, type[Transport]],
 ) -> None:
     """Checks that the transports serve a cache on ``device``, as ``kv_buffer_device`` asks, and
     serve the cache to other engines if this engine lends.
@@ -135,13 +137,16 @@ def check_device(
     Args:
         device: the device of the cache.
         config: the configuration of this engine.
-        transports: transports by name.
+        transports: transports by name, or the classes of transports that are not open.
 
     Raises:
         ConfigError: the transports do not serve the cache; the message says what would.
     """
     buffer_device = config.kv_buffer_device
-    for_devices = [name for name, kind in transports.items() if isinstance(kind, DeviceTransport)]
+    kinds = {
+        name: each if isinstance(each, type) else type(each) for name, each in transports.items()
+    }
+    for_devices = [name for name, kind in kinds.items() if issubclass(kind, DeviceTransport)]
     if device == HOST and buffer_device not in (None, HOST):
         raise ConfigError(
             f"kv_buffer_device: {buffer_device!r}, but the KV cache is in host memory; delete the "
@@ -158,8 +163,8 @@ def check_device(
             f"kv_buffer_device: 'cpu' asks for transports of host memory, the KV cache is on "
             f"{device}, and {named}; delete kv_buffer_device, or delete it there"
         )
-    for name, transport in transports.items():
-        serves = device == HOST or isinstance(transport, DeviceTransport | PackingTransport)
+    for name, kind in kinds.items():
+        serves = device == HOST or issubclass(kind, DeviceTransport | PackingTransport)
         if config.is_producer and not serves:
             raise ConfigError(
                 f"transport: {name!r} serves host memory, and the KV cache is on {device}; name "
