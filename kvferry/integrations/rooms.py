@@ -465,7 +465,7 @@ class Rooms(PolledRooms):
         request = load.request
         lease = self.scheduler.borrower.loads.get(request.request_id)
         if lease is None:
-            self._fail(load, "the source lends its prompt to nobody; see its log")
+            self._refuse(load, "the source lends its prompt to nobody; see its log")
             return
         try:
             found, _ = self.scheduler.get_num_new_matched_tokens(request, load.first_token)
@@ -482,6 +482,8 @@ class Rooms(PolledRooms):
             # Every token of the prompt is there: only the note is needed.
             self._done(load, standing.ticket.note)
             self.scheduler.update_state_after_alloc(request, request, 0)
+            request.finish_reason = "stop"
+            self.scheduler.request_finished(request, load.tables)
 
     def _refuse(self, load: RoomLoad, error: object) -> None:
         """Ends a load before any rank reads."""

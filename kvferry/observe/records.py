@@ -1,4 +1,5 @@
-"""Records of an engine's last requests: for ``kvferry trace``, and for spans.
+"""Records of an engine's open requests and of the last that ended: for ``kvferry trace``, for
+spans, and for ``kvferry drain``, which waits until no request is open.
 
 The scheduler half writes a :class:`RequestRecord` while a request lives. The record notes the
 moments of the request, on the engine's own clock. The time between two moments is a part:
@@ -22,7 +23,7 @@ from kvferry.errors import KVFerryError
 from kvferry.observe.spans import Spans, checked_traceparent
 
 REMEMBERED = 1024
-"""Number of requests whose records an engine keeps."""
+"""Number of ended requests whose records an engine keeps, beside those of all open requests."""
 MAX_RANKS = 64
 """Number of transfer records that a request's record keeps."""
 MAX_ERROR_CHARS = 500
@@ -248,8 +249,8 @@ def _shortened(error: str) -> str:
 
 
 class RequestRecords:
-    """The records of the last requests. One thread changes them; any thread may call
-    :meth:`find`.
+    """The records of the open requests, and of the last that ended. One thread changes them; any
+    thread may call :meth:`find` and :meth:`num_open`.
     """
 
     def __init__(self, clock: Callable[[], float], spans: Spans | None = None) -> None:
@@ -259,15 +260,18 @@ class RequestRecords:
         """
         self._clock = clock
         self._spans = spans
-        self._records: deque[RequestRecord] = deque()
-        self._by_id: dict[str, RequestRecord] = {}
+        self._records: dict[int, RequestRecord] = {}
+        """Python's id of a record → the record, the oldest first."""
+        self._by_id: dict[str, list[RequestRecord]] = {}
+        """Request id → its records, the oldest first; no id without a record."""
+        self._ended: deque[RequestRecord] = deque()
+        """The records whose requests have ended, the first end first."""
         self._undrawn: list[RequestRecord] = []
-        self._open: set[int] = set()
-        """Python's ids of the remembered records whose requests have not ended."""
+        self._num_open = 0
 
     def begin(self, request: SeenRequest, *, loads: bool) -> RequestRecord:
         """Begins the record of a request that loads or lends its prompt. If several requests have
-        the same id, later notes go to the newest.
+        the same id, later notes go to the newest that has not ended.
         """
         now = self._clock()
         record = RequestRecord(
@@ -283,16 +287,9 @@ class RequestRecords:
             routed = (request.kv_transfer_params or {}).get("router_s")
             if loads and isinstance(routed, float) and 0.0 <= routed < MAX_ROUTED_S:
                 record.note("routed", received - routed)
-        if len(record.request_id) > MAX_ID_CHARS:
-            return record  # no trace could ask for the request, and the id may be of any length
-        self._records.append(record)
-        self._by_id[record.request_id] = record
-        self._open.add(id(record))
-        if len(self._records) > REMEMBERED:
-            oldest = self._records.popleft()
-            self._open.discard(id(oldest))
-            if self._by_id.get(oldest.request_id) is oldest:
-                del self._by_id[oldest.request_id]
+        self._records[id(record)] = record
+        self._by_id.setdefault(record.request_id, []).append(record)
+        self._num_open += 1
         return record
 
     def refused(self, record: RequestRecord, error: KVFerryError) -> None:
@@ -317,8 +314,9 @@ class RequestRecords:
 
     def add(self, report: TransferRecord) -> None:
         """Takes in the transfer record of a rank."""
-        if (record := self._by_id.get(report.request_id)) is not None:
-            record.add(report)
+        records = self._by_id.get(report.request_id)
+        if records is not None:
+            (self._live(report.request_id) or records[-1]).add(report)
 
     def loaded(self, record: RequestRecord, error: str | None) -> None:
         """Notes that every rank has reported a load: with success, or with ``error``."""
@@ -375,21 +373,36 @@ class RequestRecords:
         """Ends the record of a request. Idempotent."""
         if record.is_over:
             return
-        self._open.discard(id(record))
         self._is_drawn(record)
         record.request = None
         record.note("ended", self._clock() if at is None else at)
         record.outcome = outcome
         if self._spans is not None:
             self._spans.tell(lambda: record.trace(self._clock()))
+        self._num_open -= 1
+        if len(record.request_id) > MAX_ID_CHARS:
+            self._forget(record)  # the id may be of any length, and no trace can ask for it
+            return
+        self._ended.append(record)
+        if len(self._ended) > REMEMBERED:
+            self._forget(self._ended.popleft())
+
+    def _forget(self, record: RequestRecord) -> None:
+        """Forgets the record of a request that has ended."""
+        del self._records[id(record)]
+        same = self._by_id[record.request_id]
+        same.remove(record)
+        if not same:
+            del self._by_id[record.request_id]
 
     def _live(self, request_id: str) -> RequestRecord | None:
-        record = self._by_id.get(request_id)
-        return None if record is None or record.is_over else record
+        """The newest record of an id whose request has not ended, if there is any."""
+        records = reversed(self._by_id.get(request_id, []))
+        return next((record for record in records if not record.is_over), None)
 
     def num_open(self) -> int:
-        """Number of remembered requests that have not ended. For any thread."""
-        return len(self._open)
+        """Number of requests with a record that have not ended. For any thread."""
+        return self._num_open
 
     def find(self, request_id: str) -> tuple[int, tuple[RequestTrace, ...]]:
         """The number of known requests, and the records of an id, oldest first. For any thread.
@@ -398,7 +411,9 @@ class RequestRecords:
         ``cmpl-ID-0-1a2b``. So a record is found by its own id, by the id at its source, and by any
         part between hyphens.
         """
-        records = list(self._records)
+        records = [
+            each for each in list(self._records.values()) if len(each.request_id) <= MAX_ID_CHARS
+        ]
         wanted = f"-{request_id}-"
         found = [
             record

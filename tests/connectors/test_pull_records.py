@@ -2,20 +2,24 @@
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 import pytest
 
+from kvferry.connectors.registry import connector_context
 from kvferry.control.client import ControlClient, fetch_status
 from kvferry.control.messages import MAX_ID_CHARS, MAX_TRACES, RequestTrace, TraceReply
 from kvferry.errors import TicketError
+from kvferry.integrations.rooms import RoomLoad, RoomRequest, Rooms, RoomState
+from kvferry.observe import records as module
 from kvferry.observe.records import MAX_ERROR_CHARS, MAX_RANKS, REMEMBERED, RequestRecords
-from kvferry.testing.connector_conformance import Pair
-from kvferry.testing.fake_engine import FakeEngine
-from kvferry.testing.fake_rank import FakeRequest
-from kvferry.testing.waiting import WAIT_S
-from tests.connectors.engines import SOURCE, TARGET, params_of
+from kvferry.testing.connector_conformance import REMOTE_DECODE, Pair, small_geometry
+from kvferry.testing.fake_engine import FakeEngine, fake_model
+from kvferry.testing.fake_rank import FakeRank, FakeRequest, Stage
+from kvferry.testing.waiting import WAIT_S, until
+from tests.connectors.engines import SOURCE, TARGET, params_of, pull_config, pull_scheduler
 
 OpenEngine = Callable[..., FakeEngine]
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -79,6 +83,26 @@ def test_a_request_is_open_at_each_engine_until_that_engine_may_stop(pair: Pair)
     pair.finish(request)
     pair.settle()
     assert opened() == [0, 0]
+
+
+def test_a_lent_prompt_stays_open_while_many_others_come_and_end(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REMEMBERED", 2)
+    scheduler = pull_scheduler(pair.producer)
+    num_open, leases = scheduler.records.num_open, scheduler.lender.leases
+    lent = pair.prefill("lent", 21)
+    for number in range(4):
+        pair.finish(pair.decode(pair.prefill(f"r{number}", 21)))
+    pair.run(lambda: leases.num_open == 1, "the other leases to end")
+    pair.producer.step()
+
+    assert num_open() == 1
+    assert trace_of(pair.producer, "lent").outcome == "lent"
+    assert told(pair.producer, "r1").requests == ()
+    pair.finish(pair.decode(lent))
+    pair.settle()
+    assert num_open() == 0
 
 
 def test_a_prompt_that_is_computed_to_be_lent_is_an_open_request() -> None:
@@ -237,22 +261,59 @@ def lending(request_id: str) -> FakeRequest:
     return FakeRequest(request_id, (1, 2), {"do_remote_decode": True})
 
 
-def test_only_the_last_requests_are_remembered() -> None:
+def test_all_open_requests_and_the_last_that_ended_are_remembered() -> None:
     records = RequestRecords(itertools.count().__next__)
+    lives = records.begin(lending("lives"), loads=False)
     for number in range(REMEMBERED + 10):
-        records.begin(lending(f"r{number}"), loads=False)
+        records.end(records.begin(lending(f"r{number}"), loads=False), "over")
 
-    assert records.find("r9") == (REMEMBERED, ())
-    assert len(records._by_id) == REMEMBERED
-    assert len(records.find("r10")[1]) == 1
+    assert records.num_open() == 1
+    assert records.find("r9") == (REMEMBERED + 1, ())
+    assert len(records._by_id) == REMEMBERED + 1
+    assert [len(records.find(name)[1]) for name in ("lives", "r10")] == [1, 1]
+    records.end(lives, "over")
+    assert records.num_open() == 0
+    assert records.find("r10") == (REMEMBERED, ())
 
 
-def test_a_request_of_an_endless_id_is_not_remembered() -> None:
+def test_every_request_is_open_until_its_own_end() -> None:
     records = RequestRecords(itertools.count().__next__)
+    requests = [lending(f"r{number}") for number in range(REMEMBERED + 10)]
+    for request in requests:
+        records.begin(request, loads=False)
+    assert records.num_open() == len(requests)
 
-    records.begin(lending("r" * (MAX_ID_CHARS + 1)), loads=False)
+    for left, request in enumerate(requests[::-1]):
+        assert records.num_open() == len(requests) - left
+        records.finished(request, False, None)
 
-    assert records.find("r" * (MAX_ID_CHARS + 1)) == (0, ())
+    assert records.num_open() == 0
+
+
+def test_a_request_of_an_endless_id_is_open_and_not_remembered() -> None:
+    records = RequestRecords(itertools.count().__next__)
+    request = lending("r-" + "x" * MAX_ID_CHARS)
+
+    records.begin(request, loads=False)
+
+    assert records.num_open() == 1
+    assert records.find("r") == records.find(request.request_id) == (0, ())
+    records.finished(request, False, None)
+    assert records.num_open() == 0
+
+
+def test_requests_of_one_id_end_one_by_one() -> None:
+    records = RequestRecords(itertools.count().__next__)
+    request = lending("r")
+    records.begin(request, loads=False)
+    records.begin(request, loads=False)
+    records.end(records.begin(request, loads=True), "refused by the engine's front")
+    assert records.num_open() == 2
+
+    records.finished(request, False, None)
+    assert records.num_open() == 1
+    records.finished(request, False, None)
+    assert records.num_open() == 0
 
 
 def test_of_many_requests_of_one_id_the_newest_are_told() -> None:
@@ -303,3 +364,79 @@ def test_an_ended_record_is_handed_on_once() -> None:
     records.end(record, "again")
 
     assert [trace().outcome for trace in spans.told] == ["abort"]
+
+
+# ---- rooms --------------------------------------------------------------------------------------
+
+
+OWN_PROMPT = range(21)
+
+
+@pytest.fixture
+def rooms() -> Iterator[Rooms]:
+    """The rooms of an engine of one rank that lends and loads."""
+    groups = (small_geometry("NHD", 4),)
+    plugin, context = connector_context(
+        pull_config("kv_both", "rooms"),
+        incarnation="of the rooms",
+        groups=groups,
+        model=fake_model(groups),
+        num_blocks=64,
+        world_size=1,
+    )
+    worker: Any = FakeRank.open(plugin, context, 0).worker
+    with Rooms.open(context, worker) as opened:
+        yield opened
+
+
+def loaded(rooms: Rooms, tokens: Sequence[int], params: dict[str, Any] | None) -> RoomLoad:
+    """The room, at its end, of a prompt whose tokens are all there before it is loaded."""
+    tables = (list(range(1, 7)),)
+    request = RoomRequest(
+        request_id="d",
+        prompt_token_ids=tokens,
+        kv_transfer_params=params,
+        weights="w",
+        tables=tables,
+    )
+    load = rooms.load(request, len(tokens))
+
+    def is_over() -> bool:
+        rooms.step()
+        return load.is_over
+
+    until(is_over)
+    return load
+
+
+def test_a_room_that_needs_no_token_is_not_open_any_more(
+    rooms: Rooms, open_engine: OpenEngine
+) -> None:
+    source = open_engine("p", SOURCE)
+    lent = source.add("r", OWN_PROMPT, REMOTE_DECODE, content={"weights": "w"})
+    until(lambda: source.step() or lent.stage is Stage.FINISHED)
+
+    load = loaded(rooms, lent.prompt_token_ids, params_of(lent))
+
+    assert (load.state, load.error) == (RoomState.DONE, "")
+    assert rooms.scheduler.records.num_open() == 0
+
+
+def test_a_room_of_the_engines_own_prompt_is_not_open_any_more(rooms: Rooms) -> None:
+    own = RoomRequest(
+        request_id="p",
+        prompt_token_ids=OWN_PROMPT,
+        kv_transfer_params=REMOTE_DECODE,
+        weights="w",
+        tables=([1, 2, 3, 4, 5, 6],),
+        num_computed_tokens=len(OWN_PROMPT),
+        finish_reason="length",
+    )
+    rooms.scheduler.on_new_request(own)
+    _, params = rooms.scheduler.request_finished(own, own.tables)
+
+    load = loaded(rooms, OWN_PROMPT, params)
+
+    assert load.state is RoomState.FAILED
+    rooms.step()
+    assert rooms.scheduler.records.num_open() == 0
