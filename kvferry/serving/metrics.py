@@ -95,8 +95,8 @@ class EngineMetrics:
         self._output_tokens.inc(len(request.token_ids))
         timings = request.timings
         local = request.prompt_tokens - request.num_cached_tokens - request.num_external_tokens
-        if timings is not None and timings.prefill_started is None:
-            local = 0  # the request ended before its computation, or needed no computation
+        if not request.token_ids:
+            local = 0  # the request was refused, or ended before its prompt was computed
         for source, tokens in (
             ("cache", request.num_cached_tokens),
             ("peer", request.num_external_tokens),

@@ -126,6 +126,18 @@ def test_a_client_that_leaves_ends_its_request(served):
     assert summary["finish_reason"] == "abort"
 
 
+def test_prompts_that_were_refused_or_left_are_not_counted_as_computed(served):
+    def waits():
+        return 'live_requests{state="waiting"} 1.0' in served.client.get("/metrics").text
+
+    assert served.complete("refused", prompt=[1] * 5000).status_code == 400
+    leave(served.client, waits, prompt=PROMPT, kv_transfer_params={"ask_later": 10**9})
+    until(lambda: len(served.client.get("/kvferry/records").json()["requests"]) == 2)
+    served.complete("computed")
+
+    assert 'prompt_tokens_total{source="computed"} 5.0' in served.wait_idle()
+
+
 def test_what_will_be_fetched_by_nobody_is_handed_to_the_connector(served):
     params = {"ticket": "from e0"}
 
