@@ -33,7 +33,7 @@ ROOMS: dict[str, int] = {
     "config": 433,
     "connectors": 4609,
     "control": 2957,
-    "engine": 3641,
+    "engine": 3653,
     "explain": 1753,
     "integrations": 4969,
     "layouts": 3654,

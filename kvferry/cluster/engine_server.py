@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from kvferry.cluster.engine_operations import EngineOperations, answered, unavailable
 from kvferry.config import EngineConfig, shown, split_endpoint
+from kvferry.engine.admission import NewRequest
 from kvferry.engine.builder import build_engine
 from kvferry.engine.engine import Engine, EngineStats
 from kvferry.engine.loop import EngineLoop
@@ -101,6 +102,8 @@ class _Run:
         self.prompt_tokens = prompt_tokens
         self.answer = EngineOutput(request_id=request_id)
         """All outputs of the engine so far, joined."""
+        self.submitted: NewRequest
+        """The request in the engine, from the submission on."""
         self.is_told = False
         """Whether the client was still connected when the end of the answer was sent."""
         self._loop = asyncio.get_running_loop()
@@ -290,7 +293,7 @@ class EngineServer:
     def _submit(self, request_id: str, body: EngineRequestBody, traceparent: str) -> _Run:
         run = _Run(request_id, len(body.prompt))
         try:
-            self._engine.submit(
+            run.submitted = self._engine.submit(
                 request_id,
                 body.prompt,
                 body.sampling(),
@@ -305,9 +308,8 @@ class EngineServer:
 
     def _end(self, run: _Run) -> None:
         """Ends a request: the client has the whole answer, or is gone."""
-        # A request that was refused because its id is in use must not end the other request.
         if not run.is_over or (run.answer.kv_transfer_params and not run.is_told):
-            self._engine.abort(run.answer.request_id)
+            self._engine.abort(run.submitted)  # not its id, which may be that of another request
         summary = run.summary()
         self._requests.append(summary)
         self._metrics.count(summary)

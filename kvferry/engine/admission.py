@@ -6,11 +6,26 @@ requests that the engine has go on to their end.
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import msgspec
 
 from kvferry.engine.engine import Engine
+from kvferry.engine.messages import EngineOutput
 from kvferry.errors import DrainingError
+
+OnOutput = Callable[[EngineOutput], object]
+
+
+@dataclass(eq=False, slots=True)
+class NewRequest:
+    """A request that was submitted to an engine. Its id may be that of other requests too."""
+
+    request_id: str
+    on_output: OnOutput
+    is_taken: bool = False
+    """Whether the engine has taken the request, and not refused it. The engine's thread writes and
+    reads this field."""
 
 
 class DrainState(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +67,12 @@ class Admission:
         self.is_paused = False
         self.drain_state: DrainState | None = None
         """The remaining work after the last step of an engine that drains; else ``None``."""
-        self._held: list[tuple[str, Callable[[], None]]] = []
-        """Requests that wait for the end of a pause: id and task."""
+        self._held: list[tuple[NewRequest, Callable[[], None]]] = []
+        """Requests that wait for the end of a pause, each with the task that adds it."""
         self._waiters: list[Future[DrainState]] = []
         """Futures that end when the engine has no work left."""
 
-    def holds(self, request_id: str, task: Callable[[], None]) -> bool:
+    def holds(self, new: NewRequest, task: Callable[[], None]) -> bool:
         """Takes the task that adds a request, if the request has to wait.
 
         Raises:
@@ -66,12 +81,14 @@ class Admission:
         if self.is_draining:
             raise DrainingError("the engine is draining and takes no new requests")
         if self.is_paused:
-            self._held.append((request_id, task))
+            self._held.append((new, task))
         return self.is_paused
 
-    def release(self, request_id: str | None = None) -> list[Callable[[], None]]:
-        """The tasks of the requests that wait, or of one request; they wait no longer."""
-        released = [one for one in self._held if request_id in (None, one[0])]
+    def release(self, which: str | NewRequest | None = None) -> list[Callable[[], None]]:
+        """The tasks of the requests that wait, or of those with an id, or of one request; they wait
+        no longer.
+        """
+        released = [one for one in self._held if which in (None, one[0], one[0].request_id)]
         self._held = [one for one in self._held if one not in released]
         return [task for _, task in released]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from kvferry.engine.admission import Admission, DrainState
+from kvferry.engine.admission import Admission, DrainState, NewRequest, OnOutput
 from kvferry.engine.engine import IDLE_SLEEP_S, Engine
 from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.errors import EngineError, KVFerryError, StuckStepError
@@ -19,7 +19,6 @@ from kvferry.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
-OnOutput = Callable[[EngineOutput], object]
 """Takes the outputs of a request; called on the engine's thread, so it must not block."""
 
 T = TypeVar("T")
@@ -70,9 +69,12 @@ class EngineLoop(Closing):
     def __init__(self, engine: Engine, on_failure: Callable[[KVFerryError], object]) -> None:
         self._engine = engine
         self._on_failure = on_failure
-        self._listeners: dict[str, OnOutput] = {}
-        self._arriving: dict[object, tuple[str, OnOutput]] = {}
-        """Requests that the engine's thread has not taken yet, each with its listener."""
+        self._live: dict[str, NewRequest] = {}
+        """Request id → the request with this id that the engine computes."""
+        self._arriving: dict[NewRequest, NewRequest] = {}
+        """Requests that the engine's thread has not looked at yet. Each is its own key, so that one
+        thread alone can take it out.
+        """
         self._stuck_step: float | None = None
         """Start time of the step that was last found stuck, on the monotonic clock."""
         self._lock = threading.Lock()
@@ -172,8 +174,8 @@ class EngineLoop(Closing):
         cache_salt: str | None = None,
         arrival: float | None = None,
         traceparent: str = "",
-    ) -> None:
-        """Hands a request to the engine.
+    ) -> NewRequest:
+        """Hands a request to the engine, and returns what :meth:`abort` takes.
 
         ``on_output`` is called for each step with new outputs; the last call has a
         ``finish_reason``. A refused request gets a single call: ``error``, with the reason and
@@ -194,27 +196,33 @@ class EngineLoop(Closing):
             arrival=arrival,
             traceparent=traceparent,
         )
-        place = object()
-        self._arriving[place] = request_id, on_output
+        new = NewRequest(request_id, on_output)
+        self._arriving[new] = new
         try:
-            self._post(lambda: self._add(place, add), new=request_id)
+            self._post(lambda: self._add(new, add), new=new)
         except KVFerryError:
-            self._arriving.pop(place, None)
+            self._arriving.pop(new, None)
             raise
+        return new
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, which: str | NewRequest) -> None:
         """Ends a request with ``abort``; if the request has just ended otherwise, takes back the
         blocks that it lends.
 
         Does nothing after the end of the engine, because there are no requests any more.
+
+        Args:
+            which: the id of the request; or the value that :meth:`submit` returned, so that another
+                request with the same id goes on.
         """
         with self._lock:
-            held = self.admission.release(request_id)
+            held = self.admission.release(which)
         try:
-            for task in (*held, lambda: self._abort(request_id)):
+            for task in held:
                 self._post(task)
+            self._post(partial(self._abort, which))
         except KVFerryError:
-            logger.debug("abort of %r: the engine has ended", request_id)
+            logger.debug("abort of %r: the engine has ended", which)
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Runs ``function``, for example ``Engine.stats``, on the engine's thread between two
@@ -242,8 +250,8 @@ class EngineLoop(Closing):
         self._mailbox.close()
         self._watcher.join()
 
-    def _post(self, task: Callable[[], None], *, new: str | None = None) -> None:
-        """Hands a task to the engine's thread; ``new`` is the id of the request that it adds."""
+    def _post(self, task: Callable[[], None], *, new: NewRequest | None = None) -> None:
+        """Hands a task to the engine's thread; ``new`` is the request that it adds."""
         # The lock ensures that no task follows the final task ``_wind_up``, and that no new request
         # follows the start of drain() or pause().
         with self._lock:
@@ -287,15 +295,15 @@ class EngineLoop(Closing):
 
     def _give_up(self, error: KVFerryError) -> None:
         """Answers all requests with an error while the engine's thread is in a step."""
-        waiting = [self._arriving.pop(place, None) for place in list(self._arriving)]
-        for request_id in list(self._listeners):
-            # The thread that removes the listener calls it: the step may end at this very moment.
-            listener = self._listeners.pop(request_id, None)
-            if listener is not None:
-                waiting.append((request_id, listener))
-                self.abort(request_id)
-        for request_id, listener in filter(None, waiting):
-            self._tell(listener, _error_output(request_id, error))
+        waiting = [self._arriving.pop(new, None) for new in list(self._arriving)]
+        for request_id in list(self._live):
+            # The thread that removes a request calls its listener: the step may end at this moment.
+            request = self._live.pop(request_id, None)
+            if request is not None:
+                waiting.append(request)
+                self.abort(request)
+        for request in filter(None, waiting):
+            self._tell(request, _error_output(request.request_id, error))
 
     # -- on the engine's thread ---------------------------------------------------------------
 
@@ -329,7 +337,7 @@ class EngineLoop(Closing):
             self._deliver(output)
         if self._engine.is_computing:
             return 0.0
-        if self._listeners:
+        if self._live:
             return IDLE_SLEEP_S  # a request waits for its load
         return min(max(2 * self._pause_s, IDLE_SLEEP_S), _MAX_PAUSE_S)
 
@@ -340,35 +348,39 @@ class EngineLoop(Closing):
         finally:
             self._step_started = None
 
-    def _add(self, place: object, add: Callable[[], None]) -> None:
-        arrived = self._arriving.pop(place, None)
-        if arrived is None:
+    def _add(self, new: NewRequest, add: Callable[[], None]) -> None:
+        if self._arriving.pop(new, None) is None:
             return  # the request was given up meanwhile
-        request_id, on_output = arrived
         try:
             add()
         except Exception as error:
             # Any error of a client or a plugin in this request must not end the engine.
             if not isinstance(error, KVFerryError | ValueError | TypeError):
-                logger.exception("request %r could not be added", request_id)
-            self._tell(on_output, _error_output(request_id, error))
+                logger.exception("request %r could not be added", new.request_id)
+            self._tell(new, _error_output(new.request_id, error))
             return
-        self._listeners[request_id] = on_output
+        new.is_taken = True
+        self._live[new.request_id] = new
 
-    def _abort(self, request_id: str) -> None:
+    def _abort(self, which: str | NewRequest) -> None:
+        if isinstance(which, NewRequest):
+            # The engine may know its id as that of another request, which lives or lends.
+            if not which.is_taken or self._live.get(which.request_id, which) is not which:
+                return
+            which = which.request_id
         with self._failing():
-            self._engine.abort(request_id)
+            self._engine.abort(which)
 
     def _deliver(self, output: EngineOutput) -> None:
         ended = output.finish_reason is not None
-        take = self._listeners.pop if ended else self._listeners.get
-        listener = take(output.request_id, None)
-        if listener is not None:
-            self._tell(listener, output)
+        take = self._live.pop if ended else self._live.get
+        request = take(output.request_id, None)
+        if request is not None:
+            self._tell(request, output)
 
-    def _tell(self, listener: OnOutput, output: EngineOutput) -> None:
+    def _tell(self, request: NewRequest, output: EngineOutput) -> None:
         try:
-            listener(output)
+            request.on_output(output)
         except Exception:
             # A failing listener of a client must not end the engine of the other clients.
             logger.exception("the listener of request %r failed", output.request_id)
@@ -376,9 +388,9 @@ class EngineLoop(Closing):
     def _wind_up(self, error: KVFerryError) -> None:
         """The final task: answers all requests with an error, and closes the engine."""
         self._ended.set()
-        for request_id, listener in list(self._listeners.items()):
-            self._tell(listener, _error_output(request_id, error))
-        self._listeners.clear()
+        for request_id, request in list(self._live.items()):
+            self._tell(request, _error_output(request_id, error))
+        self._live.clear()
         self.admission.fail(error)
         try:
             self._engine.close()

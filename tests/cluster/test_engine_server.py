@@ -178,6 +178,28 @@ def test_a_request_with_an_id_in_use_takes_nothing_back(served):
     assert not [call for call in served.connector.calls if call[0] == "take_back"]
 
 
+def test_a_client_that_leaves_with_an_id_in_use_ends_its_own_request_alone(served, monkeypatch):
+    submit, submitted = served.loop.submit, []
+
+    def noted(*args, **kwargs):
+        submitted.append(submit(*args, **kwargs))
+        return submitted[-1]
+
+    monkeypatch.setattr(served.loop, "submit", noted)
+    served.client.headers["x-request-id"] = "twin"
+    served.loop.pause()
+    with ThreadPoolExecutor(1) as clients:
+        stays = clients.submit(served.complete, "twin")
+        until(lambda: len(submitted) == 1)
+        leave(served.client, lambda: len(submitted) == 2, prompt=PROMPT)
+        until(lambda: served.client.get("/kvferry/records").json()["requests"])
+        served.loop.resume()
+
+        choice = stays.result(WAIT_S).json()["choices"][0]
+
+    assert choice["token_ids"] == reference_tokens(PROMPT, 6, 64)
+
+
 def test_what_is_lent_by_an_answer_that_nobody_waits_for_any_more_is_taken_back(served):
     """The client goes away in the step in which the engine ends its request."""
     ended, aborted = threading.Event(), threading.Event()
@@ -189,7 +211,7 @@ def test_what_is_lent_by_an_answer_that_nobody_waits_for_any_more_is_taken_back(
         deliver(output)
 
     served.loop._deliver = deliver_late
-    served.loop.abort = lambda request_id: (abort(request_id), aborted.set())
+    served.loop.abort = lambda request: (abort(request), aborted.set())
     lent = {"lend_steps": 1}
     leave(served.client, ended.is_set, prompt=PROMPT, max_tokens=1, kv_transfer_params=lent)
     until(lambda: any(call[0] == "take_back" for call in served.connector.calls))

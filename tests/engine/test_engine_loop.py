@@ -22,6 +22,7 @@ class Listener:
 
     def __init__(self, name):
         self.completion = EngineOutput(request_id=name)
+        self.request = None
         self.calls = 0
         self.ended = threading.Event()
 
@@ -55,7 +56,7 @@ def loop(simulated, failures):
 
 def submit(loop, name, prompt, max_tokens=5, **script):
     listener = Listener(name)
-    loop.submit(
+    listener.request = loop.submit(
         name,
         prompt,
         SamplingParams(max_tokens=max_tokens),
@@ -122,6 +123,32 @@ def test_an_id_that_comes_again_before_its_abort_was_told_takes_nobodys_place(lo
     held.set()
     assert first.wait().finish_reason == "abort"
     assert "in use" in second.wait().error
+
+
+def test_the_abort_of_a_refused_request_leaves_the_one_that_has_its_id(loop):
+    first = submit(loop, "r", [1, 2, 3], external=3, load_steps=10**9)
+    second = submit(loop, "r", [4, 5, 6])
+    loop.abort(second.request)
+    assert "in use" in second.wait().error
+    loop.call(lambda _engine: None).result(WAIT_S)
+    assert not first.ended.is_set()
+    loop.abort(first.request)
+    assert first.wait().finish_reason == "abort"
+
+
+def test_the_abort_of_a_refused_request_takes_back_nothing_that_another_lends(simulated, loop):
+    def taken_back():
+        loop.call(lambda _engine: None).result(WAIT_S)
+        return [call for call in simulated[2].calls if call[0] == "take_back"]
+
+    first = submit(loop, "r", [1, 2, 3], lend_steps=10**9)
+    first.wait()
+    second = submit(loop, "r", [4, 5, 6])
+    loop.abort(second.request)
+    second.wait()
+    assert not taken_back()
+    loop.abort(first.request)
+    assert taken_back()
 
 
 def test_an_abort_reaches_the_listener(loop):
@@ -333,6 +360,16 @@ def test_a_paused_engine_ends_what_it_has_and_holds_the_rest_back(loop):
     loop.resume().result(WAIT_S)
     assert late.wait().finish_reason == "length"
     assert not loop.admission.is_paused
+
+
+def test_of_requests_of_one_id_that_wait_for_the_end_of_a_pause_one_can_be_aborted(loop):
+    loop.pause().result(WAIT_S)
+    first, second = submit(loop, "r", [1, 2, 3]), submit(loop, "r", [4, 5, 6])
+    loop.abort(second.request)
+    assert second.wait().finish_reason == "abort"
+    assert first.calls == 0
+    loop.resume()
+    assert first.wait().token_ids == reference_tokens([1, 2, 3], 5, VOCAB)
 
 
 def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted(loop):
