@@ -4,7 +4,7 @@
 #                    then they hold a conversation
 #   make demo-ray    the same over two Ray nodes, on hosts that are made of network namespaces
 #   make test        the tests that are quick and do not depend on how busy the machine is, and one
-#                    of each real thing; ARGS="..." is handed to pytest, JOBS=2 is the number of
+#                    of each real thing; ARGS="..." is handed to pytest, JOBS=3 is the number of
 #                    processes. Property tests draw the same examples every time
 #   make test-all    all tests, one stage after the other: build/full.json tells which have passed on
 #                    this commit, and a run goes on after them. STAGES="'the rest' SGLang" runs some
@@ -99,8 +99,10 @@ ROUTERS_INSTALLED := $(ROUTERS_VENV)/.installed-vllm-router-0.1.17
 
 # Test files share processes, because fixtures with processes of their own belong to a file. They
 # run in their order: sorted by their number of tests, the longest would come last and run alone.
-JOBS ?= 2
-PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Quick tests often wait, so three processes fill two cores. Others keep a core busy each.
+JOBS ?= 3
+test-rest soak: JOBS := 2
+PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 ELSEWHERE := not soak and not gpu and not vllm and not sglang and not container and not release
 QUICK := $(ELSEWHERE) and (smoke or not (slow or timed))
