@@ -15,6 +15,7 @@ from kvferry.engine.messages import EngineOutput
 from kvferry.errors import DrainingError
 
 OnOutput = Callable[[EngineOutput], object]
+"""Takes the outputs of a request; called on the engine's thread, so it must not block."""
 
 
 @dataclass(eq=False, slots=True)

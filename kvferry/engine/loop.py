@@ -19,8 +19,6 @@ from kvferry.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
-"""Takes the outputs of a request; called on the engine's thread, so it must not block."""
-
 T = TypeVar("T")
 
 STUCK_STEP_S = 120.0
