@@ -482,7 +482,6 @@ class Rooms(PolledRooms):
             # Every token of the prompt is there: only the note is needed.
             self._done(load, standing.ticket.note)
             self.scheduler.update_state_after_alloc(request, request, 0)
-            request.finish_reason = "stop"
             self.scheduler.request_finished(request, load.tables)
 
     def _refuse(self, load: RoomLoad, error: object) -> None:
@@ -510,7 +509,6 @@ class Rooms(PolledRooms):
         request = load.request
         if load.state is RoomState.READING and not failed and lease is not None:
             self._done(load, lease.ticket.note)
-            request.finish_reason = "stop"
         else:
             request.finish_reason = request.finish_reason or "error"
             self._fail(load, lease.rank_error if lease is not None else "no rank told why")
@@ -519,6 +517,7 @@ class Rooms(PolledRooms):
     def _done(self, load: RoomLoad, note: bytes) -> None:
         """Ends a load that counts on every rank."""
         load.note, load.state = note, RoomState.DONE
+        load.request.finish_reason = "stop"
         if self.others is not None:
             self.others.confirm(load.request.request_id, note)
 

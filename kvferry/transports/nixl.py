@@ -143,7 +143,8 @@ class NixlTransport(Transport):
     @classmethod
     def with_keys(cls, extra: Mapping[str, Any]) -> type["NixlTransport"]:
         """See :meth:`Transport.with_keys`."""
-        return NixlDeviceTransport if extra.get("device_memory") else NixlTransport
+        config = parse_struct(NixlExtraConfig, extra, "nixl")
+        return NixlDeviceTransport if config.device_memory else NixlTransport
 
     @classmethod
     def open(cls, options: TransportOptions) -> "NixlTransport":
