@@ -476,38 +476,58 @@ class HandOver:
             EngineRefusedError, NoEngineError: 503; no engine of a role is left.
             StartAgainError: other engines have come meanwhile.
         """
-        may_have_room = request.may_be_joined and (request.wants_prefill or request.is_list)
-        if may_have_room:
-            may_have_room = self.prefill.may_have_sglang or self.decode.may_have_sglang
-        may_be_at_once = self.at_once != "never" and request.may_be_at_once
-        if not (may_have_room or may_be_at_once):
+        may_have_room = self._may_have_room(request)
+        if not (may_have_room or self._may_be_at_once(request)):
             return None
-        tried, chosen = request.tried, request.chosen
-        source = self.prefill.first(tried, chosen[0])
-        target = self.decode.first(tried, chosen[1])
+        source = self.prefill.first(request.tried, request.chosen[0])
+        target = self.decode.first(request.tried, request.chosen[1])
         if may_have_room:
             target = target or await request.pick(self.decode)
             if target.needs_room or (source is not None and source.needs_room):
-                others = [each for each in self.decode.fit(tried) if not each.needs_room]
-                if source is None and self.prefill.dispensable and others:
-                    return None
-                source = source or await request.pick(self.prefill)
-                pair = await self.prefill.pick(tried, source), await self.decode.pick(tried, target)
-                if not any(each.needs_room for each in pair):  # others, just back in service
-                    raise StartAgainError
-                # Both SGLang servers give the prompts the rooms from the room of the request on.
-                is_fit = not request.is_list or all(each.needs_room for each in pair)
-                return pair if is_fit else None
-        if not may_be_at_once or source is None or target is None or source.url == target.url:
+                return await self._pair_by_room(request, source, target)
+        if source is None or target is None or not self._pays_at_once(request, source, target):
             return None
-        if not (source.told.at_once and source.told.control and target.told.at_once):
-            return None
-        if self.at_once != "always" and not request.pays_at_once(source, target):
-            return None
-        pair = await self.prefill.pick(tried, source), await self.decode.pick(tried, target)
+        pair = await self._pick_both(request, source, target)
         # If all engines were slow, the pick may have found another engine, just back in service,
         # which may not support this.
         return pair if pair == (source, target) else None
+
+    def _may_have_room(self, request: RoutedRequest[Told]) -> bool:
+        """Whether two engines that are joined by a room may serve the request."""
+        may_be_joined = request.may_be_joined and (request.wants_prefill or request.is_list)
+        return may_be_joined and (self.prefill.may_have_sglang or self.decode.may_have_sglang)
+
+    async def _pair_by_room(
+        self, request: RoutedRequest[Told], source: Engine | None, target: Engine
+    ) -> tuple[Engine, Engine] | None:
+        """Picks two engines of which at least one needs a room; see :meth:`pair`."""
+        others = (each for each in self.decode.fit(request.tried) if not each.needs_room)
+        if source is None and self.prefill.dispensable and any(others):
+            return None
+        source = source or await request.pick(self.prefill)
+        pair = await self._pick_both(request, source, target)
+        if not any(each.needs_room for each in pair):  # others, just back in service
+            raise StartAgainError
+        # Both SGLang servers give the prompts the rooms from the room of the request on.
+        is_fit = not request.is_list or all(each.needs_room for each in pair)
+        return pair if is_fit else None
+
+    def _may_be_at_once(self, request: RoutedRequest[Told]) -> bool:
+        return self.at_once != "never" and request.may_be_at_once
+
+    def _pays_at_once(self, request: RoutedRequest[Told], source: Engine, target: Engine) -> bool:
+        """Whether two engines without a room can work at the same time, and should."""
+        can = source.told.at_once and source.told.control and target.told.at_once
+        if not (can and self._may_be_at_once(request)) or source.url == target.url:
+            return False
+        return self.at_once == "always" or request.pays_at_once(source, target)
+
+    async def _pick_both(
+        self, request: RoutedRequest[Told], source: Engine, target: Engine
+    ) -> tuple[Engine, Engine]:
+        """Picks the two engines if possible, else others."""
+        tried = request.tried
+        return await self.prefill.pick(tried, source), await self.decode.pick(tried, target)
 
     async def _in_turn(
         self, request: RoutedRequest[Told], loan: Loan
