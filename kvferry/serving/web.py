@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -167,9 +168,23 @@ async def answer_error(request: Request, error: Exception) -> Response:
     return response
 
 
-EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Exception], Any]] = dict.fromkeys(
+_PATH_CHARACTERS = 200
+"""Number of characters of a path that an error repeats."""
+
+
+async def _answer_unrouted(request: Request, error: HTTPException) -> Response:
+    """The answer to a request with an unknown path, or a method that its path does not have."""
+    path = request.url.path[:_PATH_CHARACTERS]
+    told = ApiError(error.status_code, f"{error.detail}: {request.method} {path}")
+    told.headers = [
+        (name.encode(), value.encode()) for name, value in (error.headers or {}).items()
+    ]
+    return await answer_error(request, told)
+
+
+EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Any], Any]] = dict.fromkeys(
     (Exception, ApiError, RecursionError, ClientDisconnect, ClientGoneError), answer_error
-)
+) | {HTTPException: _answer_unrouted}
 """Argument for ``Starlette(exception_handlers=...)``."""
 
 

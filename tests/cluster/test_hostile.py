@@ -82,6 +82,19 @@ def test_the_router_bounds_what_it_keeps_for_itself(setup, body, named):
     assert named in refusal(setup.complete(**body))
 
 
+def test_an_unknown_path_and_a_wrong_method_get_errors_of_the_api(setup, served):
+    for client in (setup.client, served.client):
+        unknown = client.get("/v1/" + "x" * 5000)
+        assert unknown.status_code == 404
+        assert unknown.json()["error"]["message"].startswith("Not Found: GET /v1/xxx")
+        assert len(unknown.content) < 1000
+        wrong = client.get("/v1/completions")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+        assert wrong.json()["error"]["message"] == "Method Not Allowed: GET /v1/completions"
+    messages = setup.client.get("/v1/messages/unknown").json()
+    assert messages["error"]["type"] == "not_found_error"
+
+
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(setup, codec, monkeypatch):
     tokenized = []
     encode = codec.encode
