@@ -42,11 +42,13 @@ WAITING     the pursuit is HELD, or trusted, or GROWING and admitted early → R
 READY       blocks are allocated → READING; no blocks are needed → the lease is given back; the
             pursuit is LOST → as WAITING
 READING     the pursuit is LOST while GROWING: with a successor, at most :data:`TIMES_ANEW` times →
-            RESTARTING, else CANCELLING; a rank fails while GROWING, the weights change →
-            CANCELLING; the request ends → ABORTING; all ranks succeed → LOADED
+            RESTARTING, else CANCELLING; a rank fails while GROWING, the whole prompt lacks a block
+            that the load needs, the weights change, the engine lets its caches go → CANCELLING; the
+            request ends → ABORTING; all ranks succeed → LOADED
 RESTARTING  the successor has a lease of the same prompt → READING; the successor will have no
-            lease, or has a lease of another prompt, or obtains none within the progress timeout,
-            the weights change → CANCELLING; the request ends → ABORTING
+            lease, or has a lease of another prompt, or obtains none within the progress timeout, a
+            rank fails, the weights change, the engine lets its caches go → CANCELLING; the request
+            ends → ABORTING
 CANCELLING  the request ends → ABORTING
 ABORTING    the ranks report
 ==========  ======================================================================================
