@@ -9,7 +9,8 @@ from kvferry.cli.console import make_console
 from kvferry.cli.options import Keys, load_keys, parse_address
 from kvferry.control.client import fetch_status
 from kvferry.control.messages import StatusReport
-from kvferry.errors import KVFerryError
+from kvferry.control.options import CurveKeys
+from kvferry.errors import KVFerryError, PeerEndedError, PeerLostError
 
 POLL_S = 0.5
 """Seconds between two questions to the engine."""
@@ -37,24 +38,37 @@ def drain(
 
     Raises:
         ConfigError: the address or the keys cannot be used.
-        KVFerryError: the engine does not answer, does not tell, or still has requests at the end of
-            the time.
+        KVFerryError: the engine has ended, does not tell, or still has requests at the end of the
+            time. Without ``wait``, also if it does not answer.
         typer.Exit: with 1; without ``wait``, the engine has requests.
     """
     host, port = parse_address(address)
     console, curve = make_console(), load_keys(keys)
     deadline = time.monotonic() + timeout_s
     told = ""
-    while remaining := _remaining(fetch_status(host, port, ANSWER_S, curve)):
-        if remaining != told:
-            console.print(f"{address} has {remaining}", highlight=False)
-            told = remaining
+    while state := _state(host, port, curve, may_be_late=wait):
+        if state != told:
+            console.print(f"{address} {state}", highlight=False, markup=False)
+            told = state
         if not wait:
             raise typer.Exit(1)
         if time.monotonic() > deadline:
-            raise KVFerryError(f"{address} still has {remaining} after {timeout_s:g} s; it goes on")
+            raise KVFerryError(f"{address} still {state} after {timeout_s:g} s; it goes on")
         time.sleep(POLL_S)
     console.print(f"{address} may be stopped: it loads and lends nothing", highlight=False)
+
+
+def _state(host: str, port: int, curve: CurveKeys | None, *, may_be_late: bool) -> str:
+    """Why the engine may not be stopped, as the end of a sentence; empty if it may be."""
+    try:
+        remaining = _remaining(fetch_status(host, port, ANSWER_S, curve))
+    except PeerEndedError:
+        raise
+    except PeerLostError as error:
+        if not may_be_late:
+            raise
+        return f"gives no answer ({error})"  # a busy engine, which may still have requests
+    return f"has {remaining}" if remaining else ""
 
 
 def _remaining(report: StatusReport) -> str:

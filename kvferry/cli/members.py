@@ -12,7 +12,7 @@ from rich.table import Table
 from kvferry.cli.console import make_console, print_json
 from kvferry.cli.options import ROUTER_URL, AsJson, OperatorKey
 from kvferry.engine.admission import DrainState
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, PeerLostError
 from kvferry.router.router_client import RouterClient
 from kvferry.serving.messages import EngineAddress, KVEventsPlace
 
@@ -157,7 +157,10 @@ def drain(
                 f"{role} engine {name!r} has not drained within {timeout_s:g} s: {told}; it goes on"
             )
         time.sleep(POLL_S)
-        found = [one for one in client.engines() if (one["role"], one["name"]) == (role, name)]
+        try:
+            found = [one for one in client.engines() if (one["role"], one["name"]) == (role, name)]
+        except PeerLostError:
+            continue  # a busy router, or one that is started again, still drains the engine
         if not found:
             break
         (engine,) = found

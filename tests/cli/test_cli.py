@@ -16,6 +16,8 @@ import msgspec
 import pytest
 
 from kvferry import __version__
+from kvferry.control.client import fetch_status
+from kvferry.errors import PeerLostError
 from kvferry.integrations import releases
 from kvferry.serving import process
 from kvferry.topology.description import PROTOCOL_MAX, PROTOCOL_MIN
@@ -264,8 +266,6 @@ def test_status_shows_leases_and_errors(kvferry, control):
     [("SGLang 0.5.23", f"kvferry {__version__} in SGLang 0.5.23"), ("kvferry", "kvferry")],
 )
 def test_status_shows_the_serving_engine(kvferry, control, monkeypatch, serving_engine, shown):
-    from kvferry.control.client import fetch_status
-
     report = fetch_status("127.0.0.1", control.port)
     report = msgspec.structs.replace(report, serving_engine=serving_engine)
     monkeypatch.setattr("kvferry.cli.status.fetch_status", lambda *_: report)
@@ -305,6 +305,38 @@ def test_drain_waits_until_an_engine_may_be_stopped(kvferry, control, monkeypatc
         f"{address} has 1 open request",
         f"{address} may be stopped: it loads and lends nothing",
     ]
+
+
+def test_drain_goes_on_while_an_engine_gives_no_answer(kvferry, control, monkeypatch):
+    address = f"127.0.0.1:{control.port}"
+    control.set_open(lambda: 0)
+    errors = iter([PeerLostError("no answer in 10 s"), PeerLostError("no answer in 10 s")])
+
+    def late(*args):
+        if error := next(errors, None):
+            raise error
+        return fetch_status(*args)
+
+    monkeypatch.setattr("kvferry.cli.drain.POLL_S", 0.0)
+    monkeypatch.setattr("kvferry.cli.drain.fetch_status", late)
+    outcome = kvferry("drain", address, "--wait")
+    assert outcome.code == 0
+    assert outcome.out.splitlines() == [
+        f"{address} gives no answer (no answer in 10 s)",
+        f"{address} may be stopped: it loads and lends nothing",
+    ]
+
+    errors = iter([PeerLostError("no answer in 10 s")])
+    outcome = kvferry("drain", address)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "no answer in 10 s" in outcome.err
+
+
+def test_drain_ends_when_the_engine_has_ended(kvferry, control):
+    control.set_open(lambda: 2)
+    control.close()
+    outcome = kvferry("drain", f"127.0.0.1:{control.port}", "--wait")
+    assert outcome.code == 2
 
 
 def test_drain_says_what_an_engine_still_has_when_time_is_up(kvferry, control):

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvferry.cli import members
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, PeerLostError
 from kvferry.router.router_client import RouterClient
 
 COMMAND = [sys.executable, "-m", "kvferry.cli", "router"]
@@ -169,6 +169,32 @@ def test_a_server_of_another_kind_is_no_router(monkeypatch, answer):
     )
     with pytest.raises(KVFerryError, match="http://a is no router of kvferry: it answers 404"):
         RouterClient("http://a/v1/", None).put("decode", "d0", "http://b")
+
+
+def test_a_drain_goes_on_while_the_router_gives_no_answer(monkeypatch, capsys):
+    state = {"role": "decode", "name": "d0", "outstanding": 1, "lent": 0, "drain": None}
+    answers = iter([PeerLostError("timed out"), [{**state, "state": "drained"}]])
+
+    class Router:
+        def __init__(self, *_):
+            pass
+
+        def drain(self, *_):
+            return {**state, "state": "draining"}
+
+        def engines(self):
+            answer = next(answers)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        def delete(self, *_):
+            pass
+
+    monkeypatch.setattr(members, "RouterClient", Router)
+    monkeypatch.setattr(members, "POLL_S", 0.0)
+    members.drain(members.Role.DECODE, "d0", "http://a", None, 60.0)
+    assert "decode engine d0 has drained; it can be stopped" in capsys.readouterr().out
 
 
 def test_an_engine_that_was_entered_again_while_it_drained_is_not_said_to_have(monkeypatch):
