@@ -51,6 +51,10 @@ Proofs: TypeAlias = Annotated[dict[Id, Proof], msgspec.Meta(max_length=MAX_ITEMS
 """Lease id → proof that the sender may speak of this lease."""
 Note: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_NOTE_BYTES)]
 """Bytes that the engine of the source wrote for the engine of the target, beside a whole prompt."""
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
+"""A duration, neither infinite nor NaN."""
+Moment: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+"""Unix seconds of a wall clock, within the years that a calendar has."""
 BlockId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 BlockTables: TypeAlias = tuple[tuple[BlockId, ...], ...]
 """Whole block tables of a request, one table per KV cache group."""
@@ -264,9 +268,9 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     state: str
     """``"ready"`` or ``"refused"``."""
-    age_s: float
+    age_s: Seconds
     """Seconds since this incarnation of the peer was first seen."""
-    last_seen_s: float
+    last_seen_s: Seconds
     """Seconds since the peer's last message."""
     ranks: int
     last_error: str = ""
@@ -282,8 +286,8 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: str
     request_id: str
     num_blocks: int
-    age_s: float
-    remaining_s: float
+    age_s: Seconds
+    remaining_s: Seconds
     """Seconds until the lease expires if it is not renewed."""
     target: str
     """Engine id of the holder; empty until a target takes the lease."""
@@ -300,15 +304,15 @@ class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Engine id of the source."""
     bytes_done: int
     bytes_total: int
-    age_s: float
-    progress_s: float
+    age_s: Seconds
+    progress_s: Seconds
     """Seconds since the last progress."""
 
 
 class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An error recorded by this engine."""
 
-    time: float
+    time: Moment
     """Unix seconds of this machine's wall clock."""
     message: str
 
@@ -322,7 +326,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """``kv_producer``, ``kv_consumer`` or ``kv_both``."""
     ready: bool
     """Whether the engine answers handshakes."""
-    uptime_s: float
+    uptime_s: Seconds
     peers: tuple[PeerStatus, ...]
     leases: tuple[LeaseStatus, ...]
     transfers: tuple[TransferStatus, ...]
@@ -352,9 +356,9 @@ class TracePart(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """Name of the work or the wait: ``handshake``, ``read`` and others."""
-    started: float
+    started: Moment
     """Unix seconds of this engine's wall clock."""
-    seconds: float
+    seconds: Seconds
     is_open: bool = False
     """Whether the part has not ended yet."""
     rank: int | None = None
@@ -367,7 +371,7 @@ class TracePart(msgspec.Struct, frozen=True, kw_only=True):
     """Further remarks, for people."""
     error: str = ""
     """Reason of the failure; empty if the part did not fail."""
-    moving: float = 0.0
+    moving: Seconds = 0.0
     """Number of the part's seconds during which bytes moved; 0 if this was not measured."""
 
 
@@ -381,9 +385,9 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
     """The request's id at the source of the load; empty if nothing was to be loaded."""
     traceparent: str = ""
     """W3C trace context of the request."""
-    started: float
+    started: Moment
     """Unix seconds of this engine's wall clock at which the request arrived."""
-    seconds: float
+    seconds: Seconds
     """Seconds from the arrival to the end of the request at this engine, or to now."""
     outcome: str
     """State or outcome of the request at this engine, in a few words."""
@@ -398,7 +402,7 @@ class TraceReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     id: int
     engine_id: str
-    now: float
+    now: Moment
     """Unix seconds of this engine's wall clock, so that clocks can be compared."""
     remembered: int
     """Number of remembered requests."""

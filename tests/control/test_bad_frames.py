@@ -1,6 +1,7 @@
 """Law 5: whatever arrives on the control port, the listener and the other peers go on."""
 
 import contextlib
+import math
 import random
 import socket
 import struct
@@ -18,6 +19,7 @@ from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import (
     Ask,
     DescriptionRequest,
+    ErrorEvent,
     ErrorReply,
     Finish,
     FinishAnswer,
@@ -25,6 +27,8 @@ from kvferry.control.messages import (
     Handshake,
     Release,
     Renew,
+    StatusReply,
+    StatusReport,
     StatusRequest,
     TraceRequest,
 )
@@ -269,6 +273,24 @@ def test_nesting_and_lies_about_sizes_are_decode_errors(payload):
         messages.decode_request(payload)
     with pytest.raises(DecodeError):
         messages.decode_reply(payload)
+
+
+@pytest.mark.parametrize("uptime_s", [math.nan, math.inf, -math.inf, 1e300])
+@pytest.mark.parametrize("moment", [math.nan, math.inf, -1.0, 1e18])
+def test_a_report_of_times_that_no_clock_shows_is_not_read(uptime_s, moment):
+    report = StatusReport(
+        engine_id="e", incarnation="i", role="kv_both", ready=True, uptime_s=1.0, peers=(),
+        leases=(), transfers=(), counters={}, errors=(ErrorEvent(time=1.0, message="x"),),
+    )  # fmt: skip
+    reply = StatusReply(id=1, report=report)
+    assert messages.decode_reply(messages.encode(reply)) == reply
+    for field, value in (
+        ("uptime_s", uptime_s),
+        ("errors", (ErrorEvent(time=moment, message="x"),)),
+    ):
+        wrong = msgspec.structs.replace(report, **{field: value})
+        with pytest.raises(DecodeError, match=field):
+            messages.decode_reply(messages.encode(StatusReply(id=1, report=wrong)))
 
 
 def test_every_message_comes_back_as_it_was_sent_and_ignores_what_newer_releases_add(requests):
