@@ -554,6 +554,18 @@ class LeaseTable:
         with self._lock:
             return dict(self._outcomes)
 
+    def taken(self, request_id: str) -> float | None:
+        """Clock reading at which the holder of the lease on a request's blocks took it; ``None`` if
+        no target holds it.
+        """
+        with self._lock:
+            held = (
+                entry.taken
+                for entry in self._open.values()
+                if entry.lease.request_id == request_id and entry.taken is not None
+            )
+            return min(held, default=None)
+
     def snapshot(self) -> tuple[LeaseStatus, ...]:
         """The open leases and claims, oldest first; a claim on a shared lease has no blocks."""
         with self._lock:

@@ -40,7 +40,8 @@ _PARTS = (
     # A prompt that is computed here: to be lent, or because its load failed or was not needed.
     ("queue", "arrived", "scheduled"),
     ("prefill", "scheduled", "computed"),
-    # A lent prompt. The fetch begins when a target takes the lease.
+    # A lent prompt. The fetch begins when a target takes the lease. If both engines got the request
+    # at the same time, the target takes it while the prompt is computed: it is never untaken.
     ("untaken", "lent", "fetched"),
     ("held", "fetched", "ended"),
     # A load. The ranks read and confirm within ``load``.
@@ -179,13 +180,17 @@ class RequestRecord:
         """Whether the request has ended."""
         return "ended" in self.moments
 
-    def trace(self, now: float) -> RequestTrace:
+    def trace(self, now: float, taken: float | None = None) -> RequestTrace:
         """The whole record, on the wall clock. For any thread.
 
         Args:
             now: the reading of the engine's clock.
+            taken: clock reading at which the present holder took the lease on the request's blocks;
+                ``None`` if no target holds it.
         """
         moments = dict(self.moments)
+        if taken is not None:
+            moments.setdefault("fetched", taken)
         wall = time.time() - now  # a monotonic difference to now stays true if the clock is set
         parts = [*self._parts(moments, now, wall), *self._rank_parts()]
         return RequestTrace(
@@ -210,6 +215,8 @@ class RequestRecord:
                 breaks = [b for b in _BREAKS if b != first and moments.get(b, -1.0) >= began]
                 broken = min(breaks, key=lambda b: moments[b], default="")
                 end = moments.get(broken)
+            if end is not None and end < began:
+                continue  # the lease was taken before the prompt was whole
             yield TracePart(
                 name=name,
                 started=wall + began,
@@ -253,13 +260,21 @@ class RequestRecords:
     thread may call :meth:`find` and :meth:`num_open`.
     """
 
-    def __init__(self, clock: Callable[[], float], spans: Spans | None = None) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        spans: Spans | None = None,
+        taken: Callable[[str], float | None] = lambda _: None,
+    ) -> None:
         """Args:
         clock: monotonic clock, in seconds.
         spans: gets each request once it has ended; stays the caller's.
+        taken: returns for the id of a request the clock reading at which a target took the lease on
+            the request's blocks; ``None`` if no target holds it. Called on any thread.
         """
         self._clock = clock
         self._spans = spans
+        self._taken = taken
         self._records: dict[int, RequestRecord] = {}
         """Python's id of a record → the record, the oldest first."""
         self._by_id: dict[str, list[RequestRecord]] = {}
@@ -421,4 +436,7 @@ class RequestRecords:
             if wanted in f"-{record.request_id}-" or wanted in f"-{record.peer_request_id}-"
         ]
         now = self._clock()
-        return len(records), tuple(record.trace(now) for record in found[-MAX_TRACES:])
+        return len(records), tuple(
+            record.trace(now, None if record.is_over else self._taken(record.request_id))
+            for record in found[-MAX_TRACES:]
+        )

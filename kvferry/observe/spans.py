@@ -97,7 +97,7 @@ class Spans(Closing):
     def _make(self, trace: Callable[[], RequestTrace]) -> None:
         self._num_waiting -= 1
         told = trace()
-        lends = any(part.name == "untaken" for part in told.parts)
+        lends = any(part.name in ("untaken", "held") for part in told.parts)
         attributes = {
             "request_id": told.request_id,
             "peer": told.peer,

@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.connectors.registry import connector_context
 from kvferry.control.client import ControlClient, fetch_status
+from kvferry.control.leases import Lease, LeaseTable
 from kvferry.control.messages import MAX_ID_CHARS, MAX_TRACES, RequestTrace, TraceReply
 from kvferry.errors import TicketError
 from kvferry.integrations.rooms import RoomLoad, RoomRequest, Rooms, RoomState
@@ -183,6 +184,43 @@ def test_what_is_under_way_is_told_as_open(pair: Pair) -> None:
 
     assert trace.outcome == "lent"
     assert [part.name for part in trace.parts if part.is_open] == ["untaken"]
+
+
+def test_a_lease_that_is_taken_while_its_prompt_is_computed_is_held_and_never_untaken() -> None:
+    clock = itertools.count(100.0).__next__
+    leases = LeaseTable(max_blocks=100, clock=clock)
+    records = RequestRecords(clock, taken=leases.taken)
+    request = lending("r")
+    records.begin(request, loads=False)
+    records.admitted(request, 0)
+    lease = leases.grant("r", 10, num_tokens=2, writers=[0])
+    assert isinstance(lease, Lease)
+    (trace,) = records.find("r")[1]
+    assert [part.name for part in trace.parts if part.is_open] == ["prefill"]
+
+    leases.renew("d", "1", [lease.lease_id], grows=True)
+    (trace,) = records.find("r")[1]
+    assert [part.name for part in trace.parts if part.is_open] == ["prefill", "held"]
+
+    leases.written(lease.lease_id, 0, 2)
+    records.finished(request, True, {"ticket": "t"})
+    leases.finish(lease.lease_id, "d", "1", rank=0, ok=True, nonce=b"n", world_size=1)
+    records.freed(*leases.sweep())
+    (trace,) = records.find("r")[1]
+    assert names(trace) == ["queue", "prefill", "held"]
+    assert all(part.seconds > 0 and not part.is_open for part in trace.parts)
+
+
+def test_a_lease_that_a_target_holds_is_told_as_held(pair: Pair) -> None:
+    pair.prefill("r", 21)
+    leases = pull_scheduler(pair.producer).server.leases
+    (lease,) = leases.snapshot()
+    leases.renew("d", "1", [lease.lease_id])
+
+    trace = trace_of(pair.producer, "r")
+
+    assert names(trace) == ["queue", "prefill", "untaken", "held"]
+    assert [part.name for part in trace.parts if part.is_open] == ["held"]
 
 
 def test_a_load_that_fails_tells_why_and_what_came_then(pair: Pair) -> None:
