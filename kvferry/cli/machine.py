@@ -144,7 +144,7 @@ def look_at_folder(path: Path) -> Folder:
     except RuntimeError:
         return Folder(str(path), "the user has no home folder")
     there = path
-    while not there.exists():
+    while not _exists(there):
         there = there.parent
     room = os.statvfs(there)
     nbytes, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
@@ -154,6 +154,14 @@ def look_at_folder(path: Path) -> Folder:
     elif not os.access(there, os.W_OK | os.X_OK):
         problem = f"this user cannot write to {there}"
     return Folder(str(path), problem, nbytes, free)
+
+
+def _exists(path: Path) -> bool:
+    """Whether a path exists, as far as this user may know."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return False
 
 
 def look_for_gpus(root: Path, cuda: Any = None) -> Gpus:

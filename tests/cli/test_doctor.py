@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -384,6 +385,22 @@ def test_a_folder_that_is_not_there_yet_is_looked_at_where_it_would_be_made(tmp_
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     folder = look_at_folder(tmp_path / "not" / "yet")
     assert folder.problem == f"this user cannot write to {tmp_path}"
+
+
+def test_a_folder_that_this_user_may_not_enter_is_named(tmp_path, monkeypatch):
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    exists, access = Path.exists, os.access
+
+    def hidden(path):
+        if closed in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", hidden)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed and access(path, mode))
+    folder = look_at_folder(closed / "triton" / "cache")
+    assert folder.problem == f"this user cannot write to {closed}"
 
 
 def test_without_a_gpu_torch_is_not_imported(tmp_path):
