@@ -27,6 +27,9 @@ class NewRequest:
     is_taken: bool = False
     """Whether the engine has taken the request, and not refused it. The engine's thread writes and
     reads this field."""
+    end: EngineOutput | None = None
+    """The output that ended the request; ``None`` before. The engine's thread writes and reads this
+    field."""
 
 
 class DrainState(msgspec.Struct, frozen=True, kw_only=True):

@@ -361,19 +361,22 @@ class EngineLoop(Closing):
         self._live[new.request_id] = new
 
     def _abort(self, which: str | NewRequest) -> None:
-        if isinstance(which, NewRequest):
-            # The engine may know its id as that of another request, which lives or lends.
-            if not which.is_taken or self._live.get(which.request_id, which) is not which:
-                return
-            which = which.request_id
         with self._failing():
-            self._engine.abort(which)
+            if isinstance(which, str):
+                self._engine.abort(which)
+            # The engine may know the id of a request as that of another, which lives or lends.
+            elif which.end is not None:
+                if which.end.kv_transfer_params:
+                    self._engine.take_back(which.end.kv_transfer_params)
+            elif which.is_taken and self._live.get(which.request_id, which) is which:
+                self._engine.abort(which.request_id)
 
     def _deliver(self, output: EngineOutput) -> None:
         ended = output.finish_reason is not None
         take = self._live.pop if ended else self._live.get
         request = take(output.request_id, None)
         if request is not None:
+            request.end = output if ended else None
             self._tell(request, output)
 
     def _tell(self, request: NewRequest, output: EngineOutput) -> None:
@@ -392,7 +395,7 @@ class EngineLoop(Closing):
         self.admission.fail(error)
         try:
             self._engine.close()
-        except KVFerryError:
+        except Exception:  # a plugin may raise anything; the failure must be told all the same
             logger.exception("closing the engine")
         if self._failure is not None:
             self._on_failure(self._failure)

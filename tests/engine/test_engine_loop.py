@@ -136,11 +136,18 @@ def test_the_abort_of_a_refused_request_leaves_the_one_that_has_its_id(loop):
     assert first.wait().finish_reason == "abort"
 
 
-def test_the_abort_of_a_refused_request_takes_back_nothing_that_another_lends(simulated, loop):
-    def taken_back():
+@pytest.fixture
+def taken_back(simulated, loop):
+    """Returns what was taken back so far."""
+
+    def ask():
         loop.call(lambda _engine: None).result(WAIT_S)
         return [call for call in simulated[2].calls if call[0] == "take_back"]
 
+    return ask
+
+
+def test_the_abort_of_a_refused_request_takes_back_nothing_that_another_lends(taken_back, loop):
     first = submit(loop, "r", [1, 2, 3], lend_steps=10**9)
     first.wait()
     second = submit(loop, "r", [4, 5, 6])
@@ -148,6 +155,19 @@ def test_the_abort_of_a_refused_request_takes_back_nothing_that_another_lends(si
     second.wait()
     assert not taken_back()
     loop.abort(first.request)
+    assert taken_back()
+
+
+def test_the_abort_of_a_request_that_has_ended_takes_back_nothing_that_another_lends(
+    taken_back, loop
+):
+    first = submit(loop, "r", [1, 2, 3])
+    first.wait()
+    second = submit(loop, "r", [4, 5, 6], lend_steps=10**9)
+    second.wait()
+    loop.abort(first.request)
+    assert not taken_back()
+    loop.abort(second.request)
     assert taken_back()
 
 
@@ -230,6 +250,18 @@ def test_an_unforeseen_exception_ends_the_engine_like_a_dead_rank(simulated, loo
     assert (done.finish_reason, done.error_type) == ("error", "EngineError")
     assert "KeyError: 'no such key'" in done.error
     until(lambda: failures)
+
+
+def test_an_engine_that_fails_and_cannot_be_closed_is_told_to_its_owner(
+    simulated, loop, failures, monkeypatch
+):
+    def stumble():
+        raise RuntimeError("a plugin that does not close")
+
+    monkeypatch.setattr(simulated[0], "close", stumble)
+    simulated[1].kill(0)
+    until(lambda: failures)
+    assert isinstance(failures[0], WorkerDiedError)
 
 
 def test_closing_answers_live_requests_and_closes_the_engine(simulated, failures):
