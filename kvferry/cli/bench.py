@@ -66,8 +66,6 @@ from kvferry.transports.vm import VmPeer
 from kvferry.transports.ways import choose_way
 from kvferry.zeromq import join_address
 
-MAX_THREADS = 32
-"""Number of threads of either side at most."""
 _LAYOUTS = (LAYOUT, "HND")
 """Names of the target's layouts."""
 _PIECE_BYTES = 32 << 20

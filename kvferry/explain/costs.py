@@ -102,7 +102,6 @@ def explain_transfer(
     target: Groups,
     num_tokens: int,
     target_engine_id: str = "",
-    seed: int = 0,
     source_memory: Memories | None = None,
     target_memory: Memories | None = None,
 ) -> tuple[PairCost, ...]:
@@ -120,7 +119,6 @@ def explain_transfer(
         target: the target engine, which reads from the source.
         num_tokens: number of tokens of the request.
         target_engine_id: engine id that determines the choice among replicas.
-        seed: seed of the shuffled block tables.
         source_memory: the source's memory; by default, dense tensors.
         target_memory: the target's memory; by default, dense tensors.
 
@@ -133,7 +131,7 @@ def explain_transfer(
     """
     costs: dict[tuple[int, int], PairCost] = {}
     for part in read_parts(source, target, num_tokens, target_engine_id):
-        for cost in part.costs(source_memory, target_memory, seed):
+        for cost in part.costs(source_memory, target_memory):
             ranks = cost.target_rank, cost.source_rank
             costs[ranks] = costs[ranks] + cost if ranks in costs else cost
     return tuple(cost for _, cost in sorted(costs.items()))
@@ -184,12 +182,11 @@ def segment_lengths(
     return tuple(found.values())
 
 
-def count_segments(parts: Iterable["ReadPart"], seed: int = 0) -> tuple[int, int]:
+def count_segments(parts: Iterable["ReadPart"]) -> tuple[int, int]:
     """The sums of :func:`explain_transfer` over dense tensors, with less work.
 
     Args:
         parts: the reads, see :func:`read_parts`.
-        seed: seed of the shuffled block tables.
 
     Returns:
         Bytes, and contiguous copies after merging if both block tables are shuffled.
@@ -199,7 +196,7 @@ def count_segments(parts: Iterable["ReadPart"], seed: int = 0) -> tuple[int, int
     """
     nbytes = segments = 0
     for part in parts:
-        copies = part.copies(seed)
+        copies = part.copies(seed=0)
         nbytes += copies.nbytes
         for rank, tiles in part.tiles(None, None).items():
             segments += count_copies(tiles, copies.runs_of(rank), part.plan.conversion)
@@ -236,11 +233,9 @@ class ReadPart:
         """See :func:`typical_copies`."""
         return typical_copies(self.plan, self.num_tokens, self.first_token, seed)
 
-    def costs(
-        self, source: Memories | None, target: Memories | None, seed: int
-    ) -> Iterator[PairCost]:
+    def costs(self, source: Memories | None, target: Memories | None) -> Iterator[PairCost]:
         """The cost of the target rank's reads from each source rank."""
-        copies, others = self.copies(None), self.copies(seed)
+        copies, others = self.copies(seed=None), self.copies(seed=0)
         conversion = self.plan.conversion
         for rank, tiles in self.tiles(source, target).items():
             ordered, shuffled = copies.runs_of(rank), others.runs_of(rank)

@@ -300,7 +300,7 @@ class Child(ABC):
             return message
         return f"{self.name}: {message}"
 
-    def log_tail(self, lines: int = TAIL_LINES) -> list[str]:
+    def log_tail(self) -> list[str]:
         """The last lines in the log of the process since this start."""
         try:
             with self.log.open("rb") as file:
@@ -314,7 +314,7 @@ class Child(ABC):
             for line in text.splitlines()
             if not line.startswith(START_MARK)
         ]
-        return written[-lines:]
+        return written[-TAIL_LINES:]
 
     def reap(self, timeout_s: float) -> None:
         """Waits for the end of the process and of its descendants; kills them after the timeout."""

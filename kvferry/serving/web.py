@@ -136,13 +136,9 @@ def put_on(response: Response, headers: Iterable[tuple[bytes, bytes]]) -> None:
     response.raw_headers = [each for each in response.raw_headers if each[0] not in names] + added
 
 
-def json_response(
-    payload: Any, status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
+def json_response(payload: Any, status: int = 200) -> Response:
     """A response with ``payload`` as JSON."""
-    return Response(
-        msgspec.json.encode(payload), status, headers=headers, media_type="application/json"
-    )
+    return Response(msgspec.json.encode(payload), status, media_type="application/json")
 
 
 def told_of(error: Exception) -> ApiError:

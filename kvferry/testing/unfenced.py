@@ -59,12 +59,6 @@ class ReadGate:
         with self._lock:
             self._open = True
 
-    def release_one(self) -> None:
-        """Lets the longest held read land; the other held reads wait on."""
-        with self._lock:
-            gate = self._gates.pop(0)
-        gate.set()
-
     @property
     def held(self) -> int:
         """Number of held reads."""

@@ -7,7 +7,7 @@ are the copies.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,7 +26,7 @@ from kvferry.topology.group import GroupGeometry, Share
 from kvferry.topology.lowering import Piece, Places, lower_pieces
 from kvferry.topology.pairing import cell_differences
 from kvferry.topology.sharding import Int64s, ranges_text
-from kvferry.topology.tensors import RankMemory, TensorPart
+from kvferry.topology.tensors import RankMemory
 
 _REMEDIES = {"dtype": "they must be equal, or without scales and convert=True given"}
 
@@ -132,10 +132,7 @@ class TransferPlan:
         return BoundCopies(self, context_runs, *tables, span)
 
     def lower(
-        self,
-        source_memory: Mapping[int, RankMemory],
-        target_memory: RankMemory,
-        parts: Sequence[TensorPart] | None = None,
+        self, source_memory: Mapping[int, RankMemory], target_memory: RankMemory
     ) -> dict[int, Tiles]:
         """Strided tiles per source rank; compute the tiles once per peer.
 
@@ -146,7 +143,6 @@ class TransferPlan:
         Args:
             source_memory: source rank → memory of this rank, from the description of the peer.
             target_memory: the memory of ``target_rank``.
-            parts: the parts of a cell to lower; all parts by default.
 
         Raises:
             ValueError: a source rank of the plan is missing.
@@ -163,7 +159,7 @@ class TransferPlan:
         return {
             rank: lower_pieces(
                 self.for_source(rank).pieces,
-                self.target.parts if parts is None else parts,
+                self.target.parts,
                 Places(self.source, rank, memory),
                 target,
             )
