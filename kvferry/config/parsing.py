@@ -38,13 +38,6 @@ def parse_struct(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         raise ConfigError(f"{where}: {_explain(str(error), kind, values)}") from error
 
 
-#: Keys of earlier releases → the reason why each key was removed.
-REMOVED_KEYS = {
-    "strategy": "one rule chooses how cells come, and `kvferry plan` prints it with its reason",
-    "calibration": "no costs of a machine are needed to choose how cells come",
-}
-
-
 def check_table(values: object, where: str) -> None:
     """Raises a ConfigError if ``values`` is not a mapping."""
     if not isinstance(values, Mapping):
@@ -80,8 +73,6 @@ def _struct_in(hint: msgspec.inspect.Type) -> type[msgspec.Struct] | None:
 
 def unknown_key(key: str, known: list[str], where: str) -> str:
     """The error message for a key that is not in ``known``."""
-    if key in REMOVED_KEYS:
-        return f"{where}: {key!r} is no key any more: {REMOVED_KEYS[key]}; delete it"
     near = difflib.get_close_matches(key[:_SHOWN_LENGTH], known, n=1, cutoff=0.6)
     listed = f"known keys: {', '.join(sorted(known))}" if known else "no keys are known here"
     hint = f"did you mean {near[0]!r}?" if near else listed

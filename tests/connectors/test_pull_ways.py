@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.config import KVTransferConfig
 from kvferry.connectors.records import digest_mismatch
-from kvferry.errors import ConfigError, IncompatibleError
+from kvferry.errors import IncompatibleError
 from kvferry.layouts import Layout
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.connector_conformance import GEOMETRIES, Pair, open_pair, small_geometry
@@ -246,14 +246,6 @@ def test_the_way_and_its_reason_are_told_once_per_peer(
     caplog.set_level("INFO", "kvferry.connectors.pull.peer")
     serve_several(open_one((small_geometry("HND", 16), small_geometry("NHD", 16))))
     assert caplog.text.count("staged (segments have") == 1
-
-
-@pytest.mark.parametrize("key", ["strategy", "calibration"])
-def test_keys_that_chose_a_way_are_refused_with_what_came_of_them(
-    open_one: OpenPair, key: str
-) -> None:
-    with pytest.raises(ConfigError, match=rf"'{key}' is no key any more: .*; delete it"):
-        open_one(**{key: "staged"})
 
 
 @pytest.mark.parametrize("least_segment_bytes", [0, 1 << 30], ids=["placed", "staged"])
