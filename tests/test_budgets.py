@@ -37,7 +37,7 @@ ROOMS: dict[str, int] = {
     "explain": 1750,
     "integrations": 4969,
     "layouts": 3654,
-    "observe": 594,
+    "observe": 589,
     "router": 5560,
     "serving": 1160,
     "testing": 3932,

@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import MAX_ID_CHARS, RequestTrace, TracePart, TraceReply
-from kvferry.errors import KVFerryError, PeerLostError
+from kvferry.errors import KVFerryError
 
 
 class EngineAnswer(msgspec.Struct, kw_only=True):
@@ -62,9 +62,6 @@ def gather(client: ControlClient, addresses: Sequence[str], request_id: str) -> 
     return answers
 
 
-_OLDER = "it runs an older kvferry, which does not know this question"
-
-
 def _ask(client: ControlClient, answers: Sequence[EngineAnswer], request_id: str) -> None:
     """Adds the engines' records of a request to their answers, and compares the clocks."""
     # Ask all engines at once: the silent engines are waited for together.
@@ -74,7 +71,7 @@ def _ask(client: ControlClient, answers: Sequence[EngineAnswer], request_id: str
         try:
             reply = question.future.result()
         except KVFerryError as error:
-            answer.error = _OLDER if _is_older(client, answer, error) else str(error)
+            answer.error = str(error)
             continue
         unsure = (came - question.began) / 2
         if not answer.engine_id or unsure < answer.clock_unsure_s:
@@ -95,13 +92,6 @@ class _Question:
         self.wall, self.began = time.time(), time.monotonic()
         self.future: Future[TraceReply] = client.trace(address, request_id)
         self.future.add_done_callback(lambda _: self.came.set_result(time.monotonic()))
-
-
-def _is_older(client: ControlClient, answer: EngineAnswer, error: KVFerryError) -> bool:
-    """Whether an engine answers another question, although it did not answer this question."""
-    if not isinstance(error, PeerLostError) or "no answer within" not in str(error):
-        return False
-    return client.status(answer.address).exception() is None
 
 
 def rows_of(answers: Iterable[EngineAnswer]) -> list[Row]:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.control import messages, server
+from kvferry.control import server
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import RequestTrace, TracePart
 from kvferry.control.server import ControlServer
-from kvferry.errors import DecodeError
 
 
 @pytest.fixture
@@ -126,22 +125,6 @@ def test_trace_says_who_does_not_know_and_who_is_not_there(kvferry, engines, nob
     assert f"p7 (127.0.0.1:{source.port}): knows nothing of cmpl-1" in outcome.out
     assert f"127.0.0.1:{nobody}: " in outcome.out
     assert "d9 lease" in outcome.out
-
-
-def test_trace_of_an_engine_that_does_not_know_the_question_says_so(kvferry, engines, monkeypatch):
-    def decode(payload):
-        if b"TraceRequest" in payload:
-            raise DecodeError("unknown tag")
-        return messages.decode_request(payload)
-
-    monkeypatch.setattr(
-        server, "messages", type("Old", (), {**vars(messages), "decode_request": decode})
-    )
-
-    outcome = kvferry("trace", "cmpl-1", engines[0].port, "--timeout", "2")
-
-    assert outcome.code == 2
-    assert "it runs an older kvferry, which does not know this question" in outcome.out
 
 
 def test_trace_that_nobody_knows_ends_with_1(kvferry, engines):
