@@ -27,10 +27,10 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ROOMS: dict[str, int] = {
     "(base)": 572,
     "benchmarks": 6881,
-    "cache": 2390,
-    "cli": 3310,
+    "cache": 2387,
+    "cli": 3296,
     "cluster": 1448,
-    "config": 419,
+    "config": 425,
     "connectors": 4604,
     "control": 2957,
     "engine": 3653,

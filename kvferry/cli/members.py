@@ -1,6 +1,5 @@
 """``kvferry router list``, ``add``, ``remove`` and ``drain``."""
 
-import enum
 import time
 from typing import Annotated, Any
 
@@ -14,17 +13,10 @@ from kvferry.cli.options import ROUTER_URL, AsJson, OperatorKey
 from kvferry.engine.admission import DrainState
 from kvferry.errors import KVFerryError, PeerLostError
 from kvferry.router.router_client import RouterClient
-from kvferry.serving.messages import EngineAddress, KVEventsPlace
+from kvferry.serving.messages import EngineAddress, KVEventsPlace, Role
 
 POLL_S = 0.5
 """Seconds between two checks of a draining engine."""
-
-
-class Role(enum.StrEnum):
-    """Role of an engine for a router."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 RouterUrl = Annotated[

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import enum
 import logging
 import signal
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from rich.table import Table
 from kvferry.cli import members
 from kvferry.cli.console import make_console
 from kvferry.cli.options import ApiKey, Keys, OperatorKey, load_keys
+from kvferry.config import AtOnce, DecodeOnly, RouteBy
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.errors import ConfigError
 from kvferry.router.answer import TextCodec
@@ -24,29 +24,6 @@ from kvferry.router.router import serve_router
 from kvferry.serving.messages import EngineAddress, Role, RouterSettings, Tls, without_credentials
 from kvferry.serving.process import listen
 from kvferry.serving.web import MAX_CONNECTIONS, MAX_REQUEST_BYTES, SHUTDOWN_GRACE_S
-
-
-class DecodeOnly(enum.StrEnum):
-    """Behaviour of decode servers while no prefill server is healthy."""
-
-    FALLBACK = "fallback"
-    NEVER = "never"
-
-
-class RouteBy(enum.StrEnum):
-    """Criterion by which a router chooses engines."""
-
-    COST = "cost"
-    REQUESTS = "requests"
-
-
-class AtOnce(enum.StrEnum):
-    """Values of ``--at-once``."""
-
-    NEVER = "never"
-    AUTO = "auto"
-    ALWAYS = "always"
-
 
 router = typer.Typer(no_args_is_help=False)
 router.command("list")(members.list_engines)
@@ -165,14 +142,14 @@ def route(
     decode_only: Annotated[
         DecodeOnly,
         typer.Option(help="Whether decode servers compute prompts while no prefill server can."),
-    ] = DecodeOnly.FALLBACK,
+    ] = "fallback",
     route_by: Annotated[
         RouteBy,
         typer.Option(
             help="How servers are chosen: by the cost of the prompt at servers that publish KV "
             "cache events, or always by the number of running requests."
         ),
-    ] = RouteBy.COST,
+    ] = "cost",
     assume_cached: Annotated[
         bool,
         typer.Option(
@@ -195,7 +172,7 @@ def route(
             help="Send a prompt to a prefill and a decode server at the same time. Needs --control "
             "for both. auto: when it is expected to be faster.",
         ),
-    ] = AtOnce.NEVER,
+    ] = "never",
     cluster_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -294,11 +271,11 @@ def route(
         request_timeout_s=timeout,
         idle_timeout_s=idle_timeout,
         outstanding_timeout_s=outstanding_timeout,
-        decode_only=decode_only.value,
-        route_by=route_by.value,
+        decode_only=decode_only,
+        route_by=route_by,
         assume_cached=assume_cached,
         direct_tokens=direct_tokens,
-        at_once=at_once.value,
+        at_once=at_once,
         explain=explain,
         workers=workers,
         drain_timeout_s=drain_timeout,

@@ -288,6 +288,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return KVTransferConfig.from_mapping(values, f"engine {self.name!r}: kv_transfer_config")
 
 
+DecodeOnly: TypeAlias = Literal["fallback", "never"]
+"""Whether decode engines compute prompts themselves while no prefill engine is healthy."""
+RouteBy: TypeAlias = Literal["cost", "requests"]
+"""Whether a router chooses engines by the cost of a prompt, or by their number of requests."""
 AtOnce: TypeAlias = Literal["never", "auto", "always"]
 """When a router sends a prompt to a prefill and a decode engine at the same time."""
 
@@ -310,9 +314,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     outstanding_timeout_s: float = 120.0
     """Seconds for which an engine with live connections may be unhealthy. After this time, requests
     for which the engine has sent nothing move to another engine, if there is another."""
-    decode_only: Literal["fallback", "never"] = "fallback"
+    decode_only: DecodeOnly = "fallback"
     """Whether decode engines compute prompts themselves while no prefill engine is healthy."""
-    route_by: Literal["cost", "requests"] = "cost"
+    route_by: RouteBy = "cost"
     """Rule for the choice of engines: by the estimated seconds of prompt work, for engines that
     publish KV cache events; or always by the number of current requests."""
     assume_cached: bool = False

@@ -213,4 +213,4 @@ def test_an_engine_that_was_entered_again_while_it_drained_is_not_said_to_have(m
     monkeypatch.setattr(members, "RouterClient", Router)
     monkeypatch.setattr(members, "POLL_S", 0.0)
     with pytest.raises(KVFerryError, match="'d0' is ready: somebody has entered it again"):
-        members.drain(members.Role.DECODE, "d0", "http://a", None, 60.0)
+        members.drain("decode", "d0", "http://a", None, 60.0)
