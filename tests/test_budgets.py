@@ -26,9 +26,9 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 ROOMS: dict[str, int] = {
     "(base)": 572,
-    "benchmarks": 6881,
+    "benchmarks": 6879,
     "cache": 2387,
-    "cli": 3296,
+    "cli": 3294,
     "cluster": 1448,
     "config": 425,
     "connectors": 4604,

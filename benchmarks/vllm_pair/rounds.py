@@ -20,8 +20,7 @@ from benchmarks.vllm_servers.connectors import Connector
 from benchmarks.vllm_servers.models import Model
 from benchmarks.vllm_servers.pair import REMOTE_DECODE, Pair, pair_options, running
 from benchmarks.vllm_servers.server import ServerOptions
-from kvferry.control.client import ControlClient
-from kvferry.control.options import ControlOptions
+from kvferry.control.client import asking_client
 from kvferry.control.tickets import TransferId
 from kvferry.observe.timeline import Stretch, gather, handover
 
@@ -327,8 +326,7 @@ def _stretches(pair: Pair, request_ids: Iterable[str]) -> list[Stretch]:
     if any(config.get("kv_connector") != "KVFerryConnector" for config in configs):
         return []
     addresses = [f"127.0.0.1:{config['kv_port']}" for config in configs]
-    options = ControlOptions(request_timeout_s=_ANSWER_S)
-    with ControlClient(engine_id="benchmark", incarnation="benchmark", options=options) as client:
+    with asking_client("benchmark", _ANSWER_S) as client:
         told = [handover(gather(client, addresses, each)) for each in request_ids]
     assert all(told), "an engine has forgotten a request of this round"
     return _each((stretch for stretches in told for stretch in stretches), statistics.mean)

@@ -12,9 +12,8 @@ from rich.text import Text
 from kvferry.cli.console import make_console, print_json, seconds_text
 from kvferry.cli.options import AsJson, Keys, Timeout, load_keys, parse_address
 from kvferry.config import printable
-from kvferry.control.client import ControlClient
+from kvferry.control.client import asking_client
 from kvferry.control.messages import MAX_ID_CHARS, RequestTrace, TracePart
-from kvferry.control.options import ControlOptions
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.explain.sentences import bytes_text
 from kvferry.observe.timeline import EngineAnswer, Row, Stretch, gather, handover, rows_of
@@ -57,8 +56,7 @@ def trace(
     if not 0 < len(request_id) <= MAX_ID_CHARS:
         raise ConfigError(f"REQUEST_ID: an id has 1 to {MAX_ID_CHARS} characters")
     plain = [join_address(*parse_address(one)) for one in addresses]
-    options = ControlOptions(request_timeout_s=timeout_s, curve=load_keys(keys))
-    with ControlClient(engine_id="trace", incarnation="trace", options=options) as client:
+    with asking_client("trace", timeout_s, load_keys(keys)) as client:
         answers = gather(client, plain, request_id)
     if as_json:
         found = handover(answers)

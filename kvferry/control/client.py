@@ -562,6 +562,18 @@ class ControlClient(Closing):
         self._complete()
 
 
+def asking_client(name: str, timeout_s: float, curve: CurveKeys | None = None) -> ControlClient:
+    """A client for a process that is no engine and only asks engines.
+
+    Args:
+        name: engine id and incarnation in the messages of the client.
+        timeout_s: seconds to wait for each answer.
+        curve: CURVE keys, if the channels use them.
+    """
+    options = ControlOptions(request_timeout_s=timeout_s, curve=curve)
+    return ControlClient(engine_id=name, incarnation=name, options=options)
+
+
 def fetch_status(
     host: str, port: int, timeout_s: float = 5.0, curve: CurveKeys | None = None
 ) -> StatusReport:
@@ -577,10 +589,8 @@ def fetch_status(
         PeerLostError: no server answers, or the keys do not fit.
         ProtocolError: the server does not speak this protocol.
     """
-    options = ControlOptions(request_timeout_s=timeout_s, curve=curve)
-    address = join_address(host, port)
-    with ControlClient(engine_id="status", incarnation="status", options=options) as client:
-        return client.status(address).result()
+    with asking_client("status", timeout_s, curve) as client:
+        return client.status(join_address(host, port)).result()
 
 
 def fetch_descriptions(
@@ -598,9 +608,8 @@ def fetch_descriptions(
         do not fit), ``ProtocolError`` (the server does not speak this protocol) or
         ``NotReadyError``.
     """
-    options = ControlOptions(request_timeout_s=timeout_s, curve=curve)
     found: list[DescriptionReply | KVFerryError] = []
-    with ControlClient(engine_id="check", incarnation="check", options=options) as client:
+    with asking_client("check", timeout_s, curve) as client:
         for future in [client.describe(address) for address in addresses]:
             try:
                 found.append(future.result())

@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from kvferry.control.client import ControlClient
-from kvferry.control.options import ControlOptions, CurveKeys
+from kvferry.control.client import ControlClient, asking_client
+from kvferry.control.options import CurveKeys
 from kvferry.router.headers import Head, end_to_end
 from kvferry.serving.messages import Tls, without_credentials
 from kvferry.zeromq import KEEPALIVE
@@ -193,8 +193,7 @@ class EngineClient:
     @cached_property
     def control(self) -> ControlClient:
         """The client for the engines' control channels."""
-        options = ControlOptions(request_timeout_s=CONNECT_TIMEOUT_S, curve=self._curve)
-        return ControlClient(engine_id="router", incarnation="router", options=options)
+        return asking_client("router", CONNECT_TIMEOUT_S, self._curve)
 
     async def ask(self, method: str, url: str) -> HttpAnswer:
         """Sends a question of the router itself and returns the whole answer.

@@ -27,9 +27,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvferry.control.client import ControlClient
+from kvferry.control.client import ControlClient, asking_client
 from kvferry.control.messages import MAX_ID_CHARS, StatusReport
-from kvferry.control.options import ControlOptions, CurveKeys
+from kvferry.control.options import CurveKeys
 from kvferry.errors import KVFerryError
 from kvferry.observe.spans import RequestSpan, Spans, checked_traceparent
 from kvferry.observe.timeline import EngineAnswer, Row, gather, rows_of
@@ -179,8 +179,7 @@ class ClusterWatch:
 
     async def _poll(self, told: asyncio.Future[bytes]) -> None:
         loop = asyncio.get_running_loop()
-        options = ControlOptions(request_timeout_s=ASK_S, curve=self._curve)
-        control = ControlClient(engine_id="watch", incarnation="watch", options=options)
+        control = asking_client("watch", ASK_S, self._curve)
         asked: dict[Engine, _Question] = {}
         slots = asyncio.Semaphore(MOST_ASKED)
         rates = Rates()
@@ -240,8 +239,7 @@ class ClusterWatch:
         return Timeline(request_id=request_id, engines=answers, rows=rows_of(answers))
 
     def _gather(self, addresses: list[str], request_id: str) -> list[EngineAnswer]:
-        options = ControlOptions(request_timeout_s=TIMELINE_S, curve=self._curve)
-        with ControlClient(engine_id="trace", incarnation="trace", options=options) as client:
+        with asking_client("trace", TIMELINE_S, self._curve) as client:
             return gather(client, addresses, request_id)
 
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from kvferry.control.client import ControlClient
+from kvferry.control.client import asking_client
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import RequestTrace, TracePart
-from kvferry.control.options import ControlOptions
 from kvferry.control.server import ControlServer
 from kvferry.observe.timeline import EngineAnswer, gather, handover, rows_of
 
@@ -23,8 +22,7 @@ def engines():
 
 @pytest.fixture
 def client():
-    options = ControlOptions(request_timeout_s=60.0)
-    with ControlClient(engine_id="trace", incarnation="1", options=options) as client:
+    with asking_client("trace", 60.0) as client:
         yield client
 
 

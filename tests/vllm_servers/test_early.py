@@ -15,8 +15,7 @@ from benchmarks.vllm_servers.client import RefusalError, complete, stream
 from benchmarks.vllm_servers.connectors import KVFerry
 from benchmarks.vllm_servers.models import hybrid_model, tiny_model
 from benchmarks.vllm_servers.pair import Shape
-from kvferry.control.client import ControlClient, fetch_status
-from kvferry.control.options import ControlOptions
+from kvferry.control.client import asking_client, fetch_status
 from kvferry.control.tickets import TransferId
 from kvferry.observe.timeline import gather
 from kvferry.testing.waiting import WAIT_S, until
@@ -110,8 +109,7 @@ def answers(pair, prompt, clients, request_id=None):
 
 def spans(pair, request_id):
     """When prefill computed a prompt, and when decode's ranks read it: each from and to."""
-    options = ControlOptions(request_timeout_s=WAIT_S)
-    with ControlClient(engine_id="test", incarnation="test", options=options) as client:
+    with asking_client("test", WAIT_S) as client:
         told = gather(client, [control(pair.prefill), control(pair.decode)], request_id)
     parts = [part for engine in told for request in engine.requests for part in request.parts]
     found = {}
