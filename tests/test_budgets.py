@@ -28,7 +28,7 @@ ROOMS: dict[str, int] = {
     "(base)": 572,
     "benchmarks": 6879,
     "cache": 2387,
-    "cli": 3294,
+    "cli": 3290,
     "cluster": 1448,
     "config": 425,
     "connectors": 4604,

@@ -7,7 +7,12 @@ from typing import Self
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.config import printable
 
 PIPE_WIDTH = 120
 """Width of the console in columns if no terminal gives a width: tables keep their numbers whole."""
@@ -24,6 +29,16 @@ def make_console() -> Console:
 def print_json(document: object) -> None:
     """Prints JSON for other programs on standard output."""
     typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+
+
+def plain(text: str) -> str:
+    """``text`` for a message with markup; names and errors of other machines may look like it."""
+    return escape(printable(text))
+
+
+def add_plain_row(table: Table, *cells: str) -> None:
+    """Adds a row without markup; names and errors of other machines may look like it."""
+    table.add_row(*(Text(printable(cell)) for cell in cells))
 
 
 def seconds_text(seconds: float) -> str:

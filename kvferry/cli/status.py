@@ -5,13 +5,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
-from kvferry.cli.console import make_console, print_json, seconds_text
+from kvferry.cli.console import add_plain_row, make_console, plain, print_json, seconds_text
 from kvferry.cli.options import AsJson, Keys, Timeout, load_keys, parse_address
-from kvferry.config import printable
 from kvferry.control.client import fetch_status
 from kvferry.control.messages import StatusReport
 from kvferry.errors import PeerLostError, ProtocolError
@@ -50,11 +47,11 @@ def show(report: StatusReport, console: Console) -> None:
     """Prints a report for people."""
     ready = "ready" if report.ready else "starting"
     is_other = report.serving_engine not in ("", "kvferry")
-    inside = f" in {_plain(report.serving_engine)}" if is_other else ""
+    inside = f" in {plain(report.serving_engine)}" if is_other else ""
     console.print(
-        f"[bold]{_plain(report.engine_id)}[/] ({_plain(report.role)}), {ready}, "
-        f"up {seconds_text(report.uptime_s)}, incarnation {_plain(report.incarnation[:8])}, "
-        f"kvferry {_plain(report.release) or 'of a release that it does not tell'}"
+        f"[bold]{plain(report.engine_id)}[/] ({plain(report.role)}), {ready}, "
+        f"up {seconds_text(report.uptime_s)}, incarnation {plain(report.incarnation[:8])}, "
+        f"kvferry {plain(report.release) or 'of a release that it does not tell'}"
         f"{inside}",
         highlight=False,
     )
@@ -70,13 +67,13 @@ def show(report: StatusReport, console: Console) -> None:
             console.print(f"[dim]{empty}[/]")
     if report.counters:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(report.counters.items()))
-        console.print(f"[dim]counters:[/] {_plain(counts)}", highlight=False)
+        console.print(f"[dim]counters:[/] {plain(counts)}", highlight=False)
 
 
 def _peers(report: StatusReport) -> Table:
     table = Table("peer", "state", "ranks", "known", "last message", "last error", title="Peers")
     for peer in report.peers:
-        _add_row(
+        add_plain_row(
             table,
             peer.engine_id,
             peer.state,
@@ -92,7 +89,7 @@ def _leases(report: StatusReport) -> Table:
     table = Table("lease", "request", "blocks", "age", "expires in", "target", "ranks done")
     table.title = "Leases on this engine's blocks"
     for lease in report.leases:
-        _add_row(
+        add_plain_row(
             table,
             lease.lease_id[:12],
             lease.request_id,
@@ -110,7 +107,7 @@ def _transfers(report: StatusReport) -> Table:
     table.title = "Transfers into this engine"
     for transfer in report.transfers:
         share = transfer.bytes_done / transfer.bytes_total if transfer.bytes_total else 0.0
-        _add_row(
+        add_plain_row(
             table,
             transfer.request_id,
             transfer.peer,
@@ -127,14 +124,5 @@ def _errors(report: StatusReport) -> Table:
     table = Table("time", "error", title="Last errors")
     for error in report.errors:
         moment = dt.datetime.fromtimestamp(error.time, dt.UTC).astimezone()
-        _add_row(table, moment.strftime("%H:%M:%S"), error.message)
+        add_plain_row(table, moment.strftime("%H:%M:%S"), error.message)
     return table
-
-
-def _add_row(table: Table, *cells: str) -> None:
-    # As plain text: names and errors come from other machines, and may look like markup.
-    table.add_row(*(Text(printable(cell)) for cell in cells))
-
-
-def _plain(text: str) -> str:
-    return escape(printable(text))

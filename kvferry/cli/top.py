@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli.console import make_console, print_json, seconds_text
+from kvferry.cli.console import add_plain_row, make_console, print_json, seconds_text
 from kvferry.cli.options import ROUTER_URL, ApiKey
 from kvferry.config import printable
 from kvferry.errors import PeerLostError
@@ -149,7 +149,7 @@ def _notes(engine: EngineView) -> list[str]:
 def _pairs(snapshot: Snapshot) -> Table:
     table = _table("from", "to", "transport", title="Pairs", numbers=("per second", "loaded"))
     for pair in snapshot.pairs:
-        _add_row(
+        add_plain_row(
             table,
             pair.source or UNTOLD,
             pair.target,
@@ -169,7 +169,7 @@ def _leases(snapshot: Snapshot) -> Table:
     for name in ("ends in", "ranks done"):
         table.add_column(name, justify="right")
     for lease in snapshot.leases:
-        _add_row(
+        add_plain_row(
             table,
             lease.engine,
             lease.request_id,
@@ -186,7 +186,7 @@ def _loads(snapshot: Snapshot) -> Table:
     table = _table("engine", "request", "from", title="Loads", numbers=("done", "of", "age"))
     table.add_column("last progress", justify="right")
     for load in snapshot.loads:
-        _add_row(
+        add_plain_row(
             table,
             load.engine,
             load.request_id,
@@ -202,7 +202,7 @@ def _loads(snapshot: Snapshot) -> Table:
 def _failures(snapshot: Snapshot) -> Table:
     table = _table("time", "engine", "what failed", title="Last failures")
     for failure in snapshot.failures:
-        _add_row(table, _clock(failure.time), failure.engine or "router", failure.message)
+        add_plain_row(table, _clock(failure.time), failure.engine or "router", failure.message)
     return table
 
 
@@ -211,7 +211,7 @@ def _requests(snapshot: Snapshot) -> Table:
     table = _table("time", "request", "engines", title="Last requests", numbers=numbers)
     table.add_column("how")
     for request in snapshot.requests:
-        _add_row(
+        add_plain_row(
             table,
             _clock(request.started),
             request.request_id,
@@ -232,8 +232,3 @@ def _table(*names: str, title: str, numbers: Sequence[str] = ()) -> Table:
     for name in numbers:
         table.add_column(name, justify="right")
     return table
-
-
-def _add_row(table: Table, *cells: str) -> None:
-    # As plain text: names and errors come from other machines, and may look like markup.
-    table.add_row(*(Text(printable(cell)) for cell in cells))

@@ -5,11 +5,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli.console import make_console, print_json, seconds_text
+from kvferry.cli.console import add_plain_row, make_console, plain, print_json, seconds_text
 from kvferry.cli.options import AsJson, Keys, Timeout, load_keys, parse_address
 from kvferry.config import printable
 from kvferry.control.client import asking_client
@@ -90,13 +89,13 @@ def show(request_id: str, answers: Sequence[EngineAnswer], console: Console) -> 
 
 def _show_engine(request_id: str, answer: EngineAnswer, console: Console) -> None:
     """Prints an engine's lines above the table."""
-    name = f"[bold]{_plain(answer.engine_id or answer.address)}[/]"
+    name = f"[bold]{plain(answer.engine_id or answer.address)}[/]"
     if answer.error:
-        console.print(f"{name}: {_plain(answer.error)}")
+        console.print(f"{name}: {plain(answer.error)}")
         return
     if not answer.requests:
         console.print(
-            f"{name} ({_plain(answer.address)}): knows nothing of {_plain(request_id)}: none of "
+            f"{name} ({plain(answer.address)}): knows nothing of {plain(request_id)}: none of "
             f"the last {answer.remembered} requests that loaded or lent KV here"
         )
         return
@@ -104,13 +103,13 @@ def _show_engine(request_id: str, answer: EngineAnswer, console: Console) -> Non
     way = "ahead of" if ahead > 0 else "behind"
     clock = f"is {seconds_text(abs(ahead))} {way}" if ahead else "agrees with"
     console.print(
-        f"{name} ({_plain(answer.address)}): its clock {clock} this machine's, "
+        f"{name} ({plain(answer.address)}): its clock {clock} this machine's, "
         f"to ±{seconds_text(answer.clock_unsure_s)}" + (", which is taken off" if ahead else "")
     )
     for request in answer.requests:
-        console.print(f"  {_plain(_summary(request))}", soft_wrap=True)
+        console.print(f"  {plain(_summary(request))}", soft_wrap=True)
         if request.error:
-            console.print(f"  {_plain(request.error)}", style="red")
+            console.print(f"  {plain(request.error)}", style="red")
 
 
 def _summary(request: RequestTrace) -> str:
@@ -131,7 +130,8 @@ def _table(rows: Sequence[Row], begin: float) -> Table:
     for row in rows:
         part = row.part
         moved_s = part.moving or part.seconds  # a part may wait until the source computes more
-        cells = (
+        add_plain_row(
+            table,
             row.engine,
             part.name,
             "" if part.rank is None else str(part.rank),
@@ -141,8 +141,6 @@ def _table(rows: Sequence[Row], begin: float) -> Table:
             f"{part.nbytes / moved_s / 1e9:.2f}" if part.nbytes and moved_s else "",
             _how(part),
         )
-        # As plain text: names and errors come from other machines, and may look like markup.
-        table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
 
 
@@ -202,7 +200,3 @@ def picture(rows: Sequence[Row]) -> list[str]:
 def _name(row: Row) -> str:
     rank = "" if row.part.rank is None else f" {row.part.rank}"
     return printable(f"{row.engine} {row.part.name}{rank}")
-
-
-def _plain(text: str) -> str:
-    return escape(printable(text))
