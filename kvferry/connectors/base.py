@@ -181,6 +181,27 @@ class SchedulerOutputView(Protocol):
         """Request id → number of tokens computed in this step."""
 
 
+@dataclass(frozen=True, slots=True)
+class ScheduledPrompt:
+    """A part of a prompt as a :class:`ScheduledRequestView`."""
+
+    request_id: str
+    first_position: int
+    block_ids: tuple[list[int], ...]
+    num_new_blocks: tuple[int, ...]
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """A step, or the part of it that computes some prompts, as a :class:`SchedulerOutputView`."""
+
+    requests: list[ScheduledPrompt]
+    finished_req_ids: set[str]
+    preempted_req_ids: set[str]
+    num_scheduled_tokens: Mapping[str, int]
+
+
 def yield_req_data(
     scheduler_output: SchedulerOutputView,
 ) -> Iterator[tuple[str, tuple[list[int], ...], bool]]:

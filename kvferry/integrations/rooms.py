@@ -50,7 +50,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.connectors.base import ConnectorContext, KVConnectorOutput, SchedulerOutputView
+from kvferry.connectors.base import (
+    ConnectorContext,
+    KVConnectorOutput,
+    ScheduledPrompt,
+    SchedulerOutputView,
+    StepView,
+)
 from kvferry.connectors.pull.pursuit import Load as Borrowed
 from kvferry.connectors.pull.pursuit import PursuitState
 from kvferry.connectors.pull.scheduler import PullScheduler
@@ -59,7 +65,6 @@ from kvferry.control.leases import EndedLease, LeaseOutcome
 from kvferry.errors import KVFerryError
 from kvferry.integrations.load_metrics import PrometheusLoads
 from kvferry.integrations.ranks import OtherRanks, RankReport, RankReports, Whole, blocks_digest
-from kvferry.integrations.steps import ScheduledPrompt, StepView
 from kvferry.lifetimes import Closing
 from kvferry.topology import ParallelShape
 

@@ -23,17 +23,17 @@ from kvferry.connectors.base import (
     ConnectorContext,
     KVConnector,
     KVConnectorOutput,
+    ScheduledPrompt,
     SchedulerConnector,
+    StepView,
     WorkerConnector,
 )
 from kvferry.connectors.registry import connector_context
 from kvferry.errors import KVFerryError
 from kvferry.testing.fake_rank import (
     ContractBrokenError,
-    FakePart,
     FakeRank,
     FakeRequest,
-    FakeSchedule,
     Stage,
     promise,
 )
@@ -206,7 +206,7 @@ class FakeEngine:
             self._admit(request)
         computing = [each for each in self._in_stage(Stage.COMPUTING) if self._has_room(each)]
         ends = {request.request_id: self._end_of_chunk(request) for request in computing}
-        schedule = FakeSchedule(
+        schedule = StepView(
             requests=[self._part(request) for request in computing],
             num_scheduled_tokens={
                 request.request_id: ends[request.request_id] - request.num_computed_tokens
@@ -275,9 +275,9 @@ class FakeEngine:
     def _in_stage(self, stage: Stage) -> list[FakeRequest]:
         return [request for request in self.requests.values() if request.stage is stage]
 
-    def _part(self, request: FakeRequest) -> FakePart:
+    def _part(self, request: FakeRequest) -> ScheduledPrompt:
         request.started = True
-        return FakePart(
+        return ScheduledPrompt(
             request_id=request.request_id,
             first_position=request.num_computed_tokens,
             block_ids=request.get_block_ids(),

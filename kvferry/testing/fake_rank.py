@@ -14,6 +14,7 @@ from kvferry.connectors.base import (
     KVConnector,
     KVConnectorMetadata,
     KVConnectorOutput,
+    StepView,
     WorkerConnector,
 )
 from kvferry.decoding import decoder_for
@@ -101,27 +102,6 @@ class FakeRequest:
         return tuple(list(table) for table in self.tables)
 
 
-@dataclass(frozen=True)
-class FakePart:
-    """A request's part of a step."""
-
-    request_id: str
-    first_position: int
-    block_ids: tuple[list[int], ...]
-    num_new_blocks: tuple[int, ...]
-    resumed: bool = False
-
-
-@dataclass(frozen=True)
-class FakeSchedule:
-    """The schedule of one step."""
-
-    requests: Sequence[FakePart]
-    num_scheduled_tokens: dict[str, int]
-    finished_req_ids: set[str]
-    preempted_req_ids: set[str] = field(default_factory=set)
-
-
 LOCAL = 1
 """Salt of the cells of a local prefix hit, which reveals a load that overwrites the hit."""
 
@@ -203,7 +183,7 @@ class FakeRank:
         self._reported -= {(kind, request_id) for kind in kinds}
 
     def run(
-        self, metadata: bytes, schedule: FakeSchedule, requests: Mapping[str, FakeRequest]
+        self, metadata: bytes, schedule: StepView, requests: Mapping[str, FakeRequest]
     ) -> KVConnectorOutput:
         """Runs one step, in the order that the plugin API documents.
 

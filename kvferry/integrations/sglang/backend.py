@@ -50,7 +50,7 @@ from kvferry.integrations.sglang.config import transfer_config
 from kvferry.integrations.sglang.opening import check_options, open_rank, rank_of
 from kvferry.integrations.sglang.requests import LoadedAdapters, check_first_token, check_served
 from kvferry.integrations.sglang.rows import Rows, write_first_token
-from kvferry.integrations.steps import one_line_at_start
+from kvferry.integrations.start import one_line_at_start
 
 logger = logging.getLogger(__name__)
 

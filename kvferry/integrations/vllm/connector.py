@@ -31,7 +31,7 @@ Methods of vLLM's API that kvferry leaves to the base classes, with the reason:
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import ConfigError
-from kvferry.integrations.steps import one_line_at_start
+from kvferry.integrations.start import one_line_at_start
 from kvferry.integrations.vllm.compat import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,

@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.connectors.base import ScheduledPrompt, StepView
 from kvferry.integrations.first_token import FirstToken, is_wanted
-from kvferry.integrations.steps import ScheduledPrompt, StepView
 from kvferry.integrations.vllm.caches import CacheGroup
 from kvferry.integrations.vllm.compat import RequestStatus
 from kvferry.integrations.vllm.content import ContentKeys
