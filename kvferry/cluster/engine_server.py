@@ -362,14 +362,7 @@ class EngineServer:
         }
 
     async def _models(self, _: Request) -> Response:
-        model = {
-            "id": self._model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "kvferry",
-            "max_model_len": self._max_model_len,
-        }
-        return web.json_response({"object": "list", "data": [model]})
+        return web.models_response(self._model_name, self._max_model_len)
 
     async def _health(self, _: Request) -> Response:
         failure = self._engine.failure

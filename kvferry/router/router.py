@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -216,14 +215,7 @@ class Router:
         name = self._settings.model_name or self.members.model
         if name is None:
             raise self.members.decode.nobody()
-        model: dict[str, Any] = {
-            "id": name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "kvferry",
-            "max_model_len": self.members.max_model_len,
-        }
-        return web.json_response({"object": "list", "data": [model]})
+        return web.models_response(name, self.members.max_model_len)
 
 
 # ---- processes -----------------------------------------------------------------------------------

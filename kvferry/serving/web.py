@@ -141,6 +141,18 @@ def json_response(payload: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(payload), status, media_type="application/json")
 
 
+def models_response(name: str, max_model_len: int | None) -> Response:
+    """The answer to ``GET /v1/models`` where one model is served."""
+    model = {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "kvferry",
+        "max_model_len": max_model_len,
+    }
+    return json_response({"object": "list", "data": [model]})
+
+
 def told_of(error: Exception) -> ApiError:
     """The error that a client gets for an exception."""
     match error:
