@@ -34,7 +34,7 @@ ROOMS: dict[str, int] = {
     "connectors": 4617,
     "control": 2957,
     "engine": 3653,
-    "explain": 1750,
+    "explain": 1728,
     "integrations": 4959,
     "layouts": 3654,
     "observe": 589,

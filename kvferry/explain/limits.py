@@ -5,9 +5,6 @@ the same memory in the same run.
 """
 
 import contextlib
-import ctypes
-import errno
-import functools
 import hmac
 import os
 import secrets
@@ -18,13 +15,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from kvferry.errors import NotReadyError, PeerLostError
 from kvferry.layouts.arrays import ByteArray
 from kvferry.lifetimes import Closing
 from kvferry.transports.base import Transfer
+from kvferry.transports.vm_process import read_memory
 from kvferry.zeromq import join_address, keep_alive, listen_errors
 
 TOKEN_BYTES = 16
@@ -50,45 +45,15 @@ def part_of(nbytes: int, number: int, parts: int) -> tuple[int, int]:
     return nbytes * number // parts, nbytes * (number + 1) // parts
 
 
-def read_process(pid: int, local: npt.NDArray[np.int64], remote: npt.NDArray[np.int64]) -> None:
-    """Calls ``process_vm_readv(2)`` once.
-
-    Args:
-        pid: id of the process to read from.
-        local: ``[spans, 2]``, address and bytes of each span of local memory.
-        remote: ``[spans, 2]``, address and bytes of each span of the other process's memory; at
-            most 1,024 spans, and less than 2 GiB.
-
-    Raises:
-        OSError: the process may not be read, has ended, or lacks a part of the memory.
-    """
-    spans = (
-        ctypes.c_void_p(local.ctypes.data),
-        ctypes.c_ulong(len(local)),
-        ctypes.c_void_p(remote.ctypes.data),
-        ctypes.c_ulong(len(remote)),
-    )
-    done = _libc().process_vm_readv(pid, *spans, ctypes.c_ulong(0))
-    if done < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    wanted = int(remote[:, 1].sum())
-    if done != wanted:
-        raise OSError(errno.EIO, f"{done} of {wanted} bytes were read")
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
-    return libc
-
-
 def copy_from(pid: int) -> Copy:
-    """A copy function that reads from the memory of a process, see :func:`read_process`."""
+    """A copy function that reads from the memory of a process with ``process_vm_readv(2)``.
+
+    It raises ``OSError`` if the process may not be read, has ended, or lacks a part of the memory.
+    """
 
     def copy(target: int, source: int, nbytes: int) -> None:
-        read_process(pid, np.array([[target, nbytes]]), np.array([[source, nbytes]]))
+        if number := read_memory(pid, target, source, nbytes):
+            raise OSError(number, os.strerror(number))
 
     return copy
 

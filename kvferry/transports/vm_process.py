@@ -98,8 +98,8 @@ class RemoteProcess:
         if ended.poll(0):
             return PeerLostError(f"process {self.pid}, which owns the memory, has ended")
         found = ctypes.create_string_buffer(TOKEN_BYTES)
-        number = _read(self.pid, found, self._identity.token_address)
-        if number:
+        address = self._identity.token_address
+        if number := read_memory(self.pid, ctypes.addressof(found), address, TOKEN_BYTES):
             return self.error(number)
         if found.raw != self._identity.token:
             return PeerLostError(f"process {self.pid} has closed the transport, or started again")
@@ -177,14 +177,23 @@ def _started(pid: int) -> int:
     return int(status.rpartition(")")[2].split()[19])
 
 
-def _read(pid: int, target: "ctypes.Array[ctypes.c_char]", address: int) -> int:
-    """Fills ``target`` from ``address`` of a process; returns the ``errno``, or 0."""
-    local = (ctypes.c_size_t * 2)(ctypes.addressof(target), len(target))
-    remote = (ctypes.c_size_t * 2)(address, len(target))
+def read_memory(pid: int, target: int, source: int, nbytes: int) -> int:
+    """Calls ``process_vm_readv(2)`` once.
+
+    Args:
+        pid: id of the process to read from.
+        target: address in this process.
+        source: address in the other process.
+        nbytes: number of bytes, less than 2 GiB.
+
+    Returns:
+        The ``errno``, or 0 if all bytes were read.
+    """
+    local, remote = ((ctypes.c_size_t * 2)(address, nbytes) for address in (target, source))
     done = _libc().process_vm_readv(
         pid, local, ctypes.c_ulong(1), remote, ctypes.c_ulong(1), ctypes.c_ulong(0)
     )
-    if done == len(target):
+    if done == nbytes:
         return 0
     return ctypes.get_errno() if done < 0 else errno.EFAULT
 

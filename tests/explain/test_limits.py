@@ -1,5 +1,7 @@
 """The bare loops: they move what they should, for one reader at a time."""
 
+import ctypes
+import mmap
 import os
 import secrets
 import socket
@@ -9,7 +11,7 @@ import pytest
 
 from kvferry.errors import NotReadyError, PeerLostError
 from kvferry.explain import limits
-from kvferry.explain.limits import TOKEN_BYTES, BareSource, dial, read_process, receive_part
+from kvferry.explain.limits import TOKEN_BYTES, BareSource, copy_from, dial, receive_part
 
 
 @pytest.fixture
@@ -79,16 +81,19 @@ def test_a_source_that_closes_ends_its_connections(source, memory):
         connect(source)
 
 
-def test_spans_of_a_process_are_read_from_address_to_address(memory):
-    found = np.zeros_like(memory)
-    starts, sizes = np.array([0, 70_000]), np.array([70_000, memory.nbytes - 70_000])
-    local, remote = (
-        np.stack([array.ctypes.data + starts, sizes], axis=1) for array in (found, memory)
-    )
-    read_process(os.getpid(), local, remote)
+def test_memory_of_a_process_is_read_from_address_to_address(memory):
+    found, copy = np.zeros_like(memory), copy_from(os.getpid())
+    copy(found.ctypes.data, memory.ctypes.data, memory.nbytes)
     assert np.array_equal(found, memory)
-    remote[1, 0] = 0
-    with pytest.raises(OSError, match="70000 of 100001 bytes"):
-        read_process(os.getpid(), local, remote)
     with pytest.raises(OSError, match="Bad address"):
-        read_process(os.getpid(), local[1:], remote[1:])
+        copy(found.ctypes.data, 0, memory.nbytes)
+
+
+def test_memory_that_a_process_has_in_part_is_an_error(memory):
+    pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    source = np.frombuffer(pages, dtype=np.uint8).ctypes.data
+    ctypes.CDLL(None).mprotect(
+        ctypes.c_void_p(source + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE), 0
+    )
+    with pytest.raises(OSError, match="Bad address"):
+        copy_from(os.getpid())(memory.ctypes.data, source, 2 * mmap.PAGESIZE)

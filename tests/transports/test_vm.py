@@ -179,7 +179,7 @@ def test_memory_that_the_owner_has_unmapped_is_named(source, transport):
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
 def test_what_the_system_forbids_shows_in_connect_with_the_remedy(transport, monkeypatch, number):
     """So that the PullConnector takes its next transport."""
-    monkeypatch.setattr(vm_process, "_read", lambda *_: number)
+    monkeypatch.setattr(vm_process, "read_memory", lambda *_: number)
     with pytest.raises(PeerLostError, match=r"ptrace_scope.*shm or tcp"):
         transport.connect(transport.endpoint())
 
