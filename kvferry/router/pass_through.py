@@ -41,12 +41,7 @@ from kvferry.router.apis import APIS, OTHER, Api
 from kvferry.router.copies import most_new_tokens, runs_tools
 from kvferry.router.engine_client import NO_HEAD
 from kvferry.router.engines import Engine
-from kvferry.router.hand_over import (
-    LEAST_AT_ONCE,
-    HandOver,
-    Loan,
-    RoutedRequest,
-)
+from kvferry.router.hand_over import HandOver
 from kvferry.router.headers import Head
 from kvferry.router.members import EnginePool
 from kvferry.router.paths import QUEUED, SGLANGS
@@ -66,6 +61,7 @@ from kvferry.router.rooms import (
     by_transfer,
     why_unserved,
 )
+from kvferry.router.routed_request import LEAST_AT_ONCE, Loan, RoutedRequest
 from kvferry.serving import web
 from kvferry.serving.openai import RESPONSES, ApiError
 

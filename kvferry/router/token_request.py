@@ -37,15 +37,15 @@ import msgspec
 from kvferry.engine.messages import SamplingParams
 from kvferry.router.choice import Chooser
 from kvferry.router.engines import Engine
-from kvferry.router.hand_over import (
+from kvferry.router.replies import EngineDownError, Reply
+from kvferry.router.rooms import REMOTE_DECODE, Joined, by_transfer
+from kvferry.router.routed_request import (
     LEAST_AT_ONCE,
     Loan,
     RoutedRequest,
     StartAgainError,
     unless_read,
 )
-from kvferry.router.replies import EngineDownError, Reply
-from kvferry.router.rooms import REMOTE_DECODE, Joined, by_transfer
 from kvferry.router.words import Words
 from kvferry.serving.openai import ApiError, Generation
 

@@ -25,11 +25,12 @@ from kvferry.observe.spans import RequestSpan
 from kvferry.router.choice import Chooser
 from kvferry.router.engine_client import EngineClient
 from kvferry.router.engines import Engine
-from kvferry.router.hand_over import HandOver, Loan
+from kvferry.router.hand_over import HandOver
 from kvferry.router.health import Status, Told
 from kvferry.router.members import EnginePool, NoEngineError
 from kvferry.router.queue import QueuePlace, RequestQueue
 from kvferry.router.replies import EngineDownError, Reply
+from kvferry.router.routed_request import Loan
 from kvferry.router.token_request import TokenRequest
 from kvferry.serving.messages import Role
 from kvferry.serving.openai import ApiError, parse_completion

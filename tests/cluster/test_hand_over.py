@@ -11,11 +11,12 @@ from kvferry.errors import DrainingError, TransferError
 from kvferry.observe.spans import RequestSpan
 from kvferry.router.engine_client import EngineClient
 from kvferry.router.engines import Engine
-from kvferry.router.hand_over import MOST_FAILED_LOADS, HandOver, Loan, RoutedRequest
+from kvferry.router.hand_over import HandOver
 from kvferry.router.health import Status
 from kvferry.router.members import EnginePool, NoEngineError
 from kvferry.router.replies import EngineDownError, EngineRefusedError, Refusal, Reply
 from kvferry.router.rooms import Joined
+from kvferry.router.routed_request import MOST_FAILED_LOADS, Loan, RoutedRequest
 from kvferry.serving.messages import Role
 from kvferry.serving.openai import ApiError
 
