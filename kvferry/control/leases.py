@@ -554,18 +554,6 @@ class LeaseTable:
         with self._lock:
             return dict(self._outcomes)
 
-    def taken(self, request_id: str) -> float | None:
-        """Clock reading at which the holder of the lease on a request's blocks took it; ``None`` if
-        no target holds it.
-        """
-        with self._lock:
-            held = (
-                entry.taken
-                for entry in self._open.values()
-                if entry.lease.request_id == request_id and entry.taken is not None
-            )
-            return min(held, default=None)
-
     def snapshot(self) -> tuple[LeaseStatus, ...]:
         """The open leases and claims, oldest first; a claim on a shared lease has no blocks."""
         with self._lock:
@@ -579,6 +567,7 @@ class LeaseTable:
                     remaining_s=max(0.0, entry.deadline - now),
                     target=entry.holder[0] if entry.holder else "",
                     ranks_done=tuple(sorted(entry.reports)),
+                    held_s=0.0 if entry.taken is None else now - entry.taken,
                 )
                 for entry in self._open.values()
             )

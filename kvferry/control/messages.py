@@ -293,6 +293,8 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Engine id of the holder; empty until a target takes the lease."""
     ranks_done: tuple[int, ...]
     """Ranks of the target that have reported."""
+    held_s: Seconds = 0.0
+    """Seconds since the target took the lease; 0 until then."""
 
 
 class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):

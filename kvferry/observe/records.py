@@ -11,14 +11,20 @@ record.
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from kvferry.control.leases import EndedLease
-from kvferry.control.messages import MAX_ID_CHARS, MAX_TRACES, RequestTrace, TracePart
+from kvferry.control.messages import (
+    MAX_ID_CHARS,
+    MAX_TRACES,
+    LeaseStatus,
+    RequestTrace,
+    TracePart,
+)
 from kvferry.errors import KVFerryError
 from kvferry.observe.spans import Spans, checked_traceparent
 
@@ -180,22 +186,22 @@ class RequestRecord:
         """Whether the request has ended."""
         return "ended" in self.moments
 
-    def trace(self, now: float, taken: float | None = None) -> RequestTrace:
+    def trace(self, now: float, lease: LeaseStatus | None = None) -> RequestTrace:
         """The whole record, on the wall clock. For any thread.
 
         Args:
             now: the reading of the engine's clock.
-            taken: clock reading at which the present holder took the lease on the request's blocks;
-                ``None`` if no target holds it.
+            lease: the lease on the request's blocks; ``None`` if no target holds a lease on them.
         """
-        moments = dict(self.moments)
-        if taken is not None:
-            moments.setdefault("fetched", taken)
+        moments, peer = dict(self.moments), self.peer
+        if lease is not None:
+            moments.setdefault("fetched", now - lease.held_s)
+            peer = peer or lease.target
         wall = time.time() - now  # a monotonic difference to now stays true if the clock is set
         parts = [*self._parts(moments, now, wall), *self._rank_parts()]
         return RequestTrace(
             request_id=self.request_id,
-            peer=self.peer,
+            peer=peer,
             peer_request_id=self.peer_request_id[:MAX_ID_CHARS],
             traceparent=self.traceparent,
             started=wall + moments.get("received", moments["arrived"]),
@@ -264,17 +270,16 @@ class RequestRecords:
         self,
         clock: Callable[[], float],
         spans: Spans | None = None,
-        taken: Callable[[str], float | None] = lambda _: None,
+        leases: Callable[[], Iterable[LeaseStatus]] = tuple,
     ) -> None:
         """Args:
         clock: monotonic clock, in seconds.
         spans: gets each request once it has ended; stays the caller's.
-        taken: returns for the id of a request the clock reading at which a target took the lease on
-            the request's blocks; ``None`` if no target holds it. Called on any thread.
+        leases: returns the open leases on the blocks of requests. Called on any thread.
         """
         self._clock = clock
         self._spans = spans
-        self._taken = taken
+        self._leases = leases
         self._records: dict[int, RequestRecord] = {}
         """Python's id of a record → the record, the oldest first."""
         self._by_id: dict[str, list[RequestRecord]] = {}
@@ -435,8 +440,9 @@ class RequestRecords:
             for record in records
             if wanted in f"-{record.request_id}-" or wanted in f"-{record.peer_request_id}-"
         ]
+        held = {each.request_id: each for each in self._leases() if each.target}
         now = self._clock()
         return len(records), tuple(
-            record.trace(now, None if record.is_over else self._taken(record.request_id))
+            record.trace(now, None if record.is_over else held.get(record.request_id))
             for record in found[-MAX_TRACES:]
         )

@@ -189,7 +189,7 @@ def test_what_is_under_way_is_told_as_open(pair: Pair) -> None:
 def test_a_lease_that_is_taken_while_its_prompt_is_computed_is_held_and_never_untaken() -> None:
     clock = itertools.count(100.0).__next__
     leases = LeaseTable(max_blocks=100, clock=clock)
-    records = RequestRecords(clock, taken=leases.taken)
+    records = RequestRecords(clock, leases=leases.snapshot)
     request = lending("r")
     records.begin(request, loads=False)
     records.admitted(request, 0)
@@ -221,6 +221,7 @@ def test_a_lease_that_a_target_holds_is_told_as_held(pair: Pair) -> None:
 
     assert names(trace) == ["queue", "prefill", "untaken", "held"]
     assert [part.name for part in trace.parts if part.is_open] == ["held"]
+    assert trace.peer == "d"
 
 
 def test_a_load_that_fails_tells_why_and_what_came_then(pair: Pair) -> None:

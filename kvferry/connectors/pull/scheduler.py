@@ -138,7 +138,7 @@ class PullScheduler(SchedulerConnector):
         self.client = client
         self.sources = sources
         self._spans = spans
-        self.records = RequestRecords(clock, spans, server.leases.taken)
+        self.records = RequestRecords(clock, spans, server.leases.snapshot)
         self._told_of_plain = False
         """Whether a request that no prefill engine has handled was logged."""
         self._step = PullMetadata()
