@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvferry.errors import BoundsError
+from kvferry.errors import BoundsError, DecodeError
 from kvferry.testing.host_device import HostIpcTransport, HostPackedTcpTransport
 from kvferry.testing.transport_conformance import TransportConformance as Suite
 from kvferry.testing.transport_peer import PeerProcess
@@ -319,3 +319,22 @@ def test_the_sound_transport_passes_the_same_calls(sound, peer):
         suite.test_a_read_cancelled_before_it_starts_lands_nothing(local, peer)
         suite.test_a_large_read_equals_the_oracle(local, peer)
         assert local.poll() == []
+
+
+class ShortEndpoint(Sound):
+    """Has an endpoint of 12 bytes: fewer than a prefix that the suite may cut from a longer one."""
+
+    def endpoint(self):
+        return b"pigeon loft!"
+
+    def connect(self, endpoint):
+        if endpoint != self.endpoint():
+            raise DecodeError("not an endpoint of these pigeons")
+        return super().connect(super().endpoint())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_sound_transport_with_a_short_endpoint_passes(sound, seed):
+    suite = broken_suite(sound, ShortEndpoint)
+    with opened(suite) as local:
+        suite.test_a_garbage_endpoint_is_refused(local, seed)
