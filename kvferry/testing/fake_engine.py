@@ -238,7 +238,8 @@ class FakeEngine:
         """Gives a request the blocks of the next step; returns whether there were enough."""
         end = self._end_of_chunk(request)
         lacking = [
-            -(-end // group.virtual_block_size) - len(table)
+            # After a failed load, a table is longer than the next chunk needs.
+            max(0, -(-end // group.virtual_block_size) - len(table))
             for group, table in zip(self.groups, request.tables, strict=True)
         ]
         if sum(lacking) > len(self._free):

@@ -3,44 +3,22 @@
 Each fault is put into the example connector, which passes the suite as it is.
 """
 
-import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvferry.config import KVTransferConfig
 from kvferry.connectors import KVConnectorOutput
 from kvferry.testing.connector_conformance import GEOMETRIES, ConnectorConformance, open_pair
 from kvferry.testing.fake_rank import ContractBrokenError, FakeRequest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "folder_connector"
 SUITE = ConnectorConformance()
 
 
 @pytest.fixture
-def example(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLE)
-    folder_connector = importlib.import_module("folder_connector")
-    yield folder_connector
-    del sys.modules["folder_connector"]
-
-
-@pytest.fixture
-def run_test(example, tmp_path):
+def run_test(configs):
     """Runs one test of the suite on the example connector."""
 
-    def config(role):
-        return KVTransferConfig(
-            kv_connector="FolderConnector",
-            kv_connector_module_path="folder_connector",
-            kv_role=role,
-            kv_connector_extra_config={"folder": str(tmp_path), "chunk_tokens": 4, "wait_s": 5},
-        )
-
     def run(name: str, timeout_s: float = 60.0) -> None:
-        configs = config("kv_producer"), config("kv_consumer")
         with open_pair(configs, GEOMETRIES["tp2-pp2"], timeout_s=timeout_s) as pair:
             getattr(SUITE, name)(pair)
 
