@@ -164,9 +164,7 @@ class FakeEngine:
         request.content = content or {}
         assert local_tokens < request.num_tokens, "a hit leaves one token to compute"
         self.scheduler.on_new_request(request)
-        self._aggregator.forget(request_id)
-        for rank in self.ranks:
-            rank.forget(request_id)
+        self._forget_reports(request_id)
         self.requests[request_id] = request
         return request
 
@@ -205,7 +203,7 @@ class FakeEngine:
         for request in self._in_stage(Stage.WAITING):
             self._admit(request)
         computing = [each for each in self._in_stage(Stage.COMPUTING) if self._has_room(each)]
-        ends = {request.request_id: self._end_of_chunk(request) for request in computing}
+        ends = {each.request_id: each.end_of_chunk(self.chunk_tokens) for each in computing}
         schedule = StepView(
             requests=[self._part(request) for request in computing],
             num_scheduled_tokens={
@@ -230,13 +228,15 @@ class FakeEngine:
                 self._computed(request, ends[request.request_id])
         return bool(computing)
 
-    def _end_of_chunk(self, request: FakeRequest) -> int:
-        """The token at which a request's next step ends."""
-        return request.end_of_chunk(self.chunk_tokens)
+    def _forget_reports(self, request_id: str) -> None:
+        """Makes later reports of an id belong to the request or load that begins now."""
+        self._aggregator.forget(request_id)
+        for rank in self.ranks:
+            rank.forget(request_id)
 
     def _has_room(self, request: FakeRequest) -> bool:
         """Gives a request the blocks of the next step; returns whether there were enough."""
-        end = self._end_of_chunk(request)
+        end = request.end_of_chunk(self.chunk_tokens)
         lacking = [
             # After a failed load, a table is longer than the next chunk needs.
             max(0, -(-end // group.virtual_block_size) - len(table))
@@ -303,6 +303,8 @@ class FakeEngine:
         for rank in self.ranks:
             rank.write_hit(request)
         self.scheduler.update_state_after_alloc(request, request, tokens)
+        if tokens:  # it may be the second load of this request, after a preemption
+            self._forget_reports(request.request_id)
         if load_async:
             request.stage = Stage.LOADING
         else:

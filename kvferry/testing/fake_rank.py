@@ -178,7 +178,7 @@ class FakeRank:
         return cls(plugin, context, worker, caches)
 
     def forget(self, request_id: str) -> None:
-        """Forgets the reports of a request whose id is used again."""
+        """Forgets the reports of a request whose id is used again, or which loads again."""
         kinds = ("finished_sending", "finished_recving")
         self._reported -= {(kind, request_id) for kind in kinds}
 

@@ -3,6 +3,7 @@
 import pytest
 
 from kvferry.testing.connector_conformance import GEOMETRIES, open_pair
+from kvferry.testing.fake_rank import Stage
 
 
 @pytest.fixture
@@ -40,4 +41,17 @@ def test_a_prompt_whose_load_failed_takes_no_more_blocks_than_it_needs(pair, sou
     pair.finish(request)
     assert request.failed
     assert max(taken) == -(-request.num_tokens // pair.consumer.block_size)
+    pair.settle()
+
+
+def test_a_preempted_request_may_load_again(pair, source):
+    pair.consumer.chunk_tokens = 2
+    request = pair.decode(source)
+    pair.run(lambda: request.stage is Stage.COMPUTING, "the end of its load")
+    loaded = request.external_tokens
+    pair.consumer.preempt("r")
+    pair.finish(request)
+    assert request.external_tokens == loaded > 0
+    ends = [output for output in pair.consumer.outputs if "r" in output.finished_recving]
+    assert len(ends) == 2
     pair.settle()
