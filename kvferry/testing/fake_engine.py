@@ -251,8 +251,6 @@ class FakeEngine:
 
     def _computed(self, request: FakeRequest, end: int) -> None:
         """Ends a step of a request; the last step samples the only token of the answer."""
-        if request.loads_in_step and not request.failed:
-            self._check_whole(request)
         if end < request.num_tokens:
             self._let_go(request, end)
             request.num_computed_tokens = end
@@ -292,7 +290,7 @@ class FakeEngine:
             self._lend_cached(request)
             return
         try:
-            tokens, load_async = self._ask(request)
+            tokens, load_async = (0, False) if request.failed else self._ask(request)
         except KVFerryError as error:
             request.error = error
             tokens, load_async = 0, False
@@ -300,6 +298,7 @@ class FakeEngine:
             return
         request.num_computed_tokens = local
         request.external_tokens = tokens
+        request.loads_in_step = tokens > 0 and not load_async
         for rank in self.ranks:
             rank.write_hit(request)
         self.scheduler.update_state_after_alloc(request, request, tokens)
@@ -309,7 +308,6 @@ class FakeEngine:
             request.stage = Stage.LOADING
         else:
             request.num_computed_tokens += tokens
-            request.loads_in_step = tokens > 0
             request.stage = Stage.COMPUTING
 
     def _lend_cached(self, request: FakeRequest) -> None:
@@ -371,6 +369,9 @@ class FakeEngine:
     def _receive(self, output: KVConnectorOutput) -> None:
         self.outputs.append(output)
         self.scheduler.update_connector_output(output)
+        for request in self._in_stage(Stage.COMPUTING):
+            if request.loads_in_step:
+                self._loaded(request, request.request_id in output.failed_recving)
         for id in output.finished_recving:
             request = self.requests[id]
             if request.stage is Stage.LOADING:
@@ -383,14 +384,18 @@ class FakeEngine:
 
     def _loaded(self, request: FakeRequest, failed: bool) -> None:
         request.failed = failed
-        request.stage = Stage.COMPUTING
         if not failed:
             for rank in self.ranks:
                 rank.check_seen(request)
             self._check_whole(request)
-            request.num_computed_tokens += request.external_tokens
-        # The plugin API calls this again, with no more tokens to load.
-        self.scheduler.update_state_after_alloc(request, request, 0)
+        if request.stage is Stage.LOADING:
+            request.stage = Stage.COMPUTING
+            request.num_computed_tokens += 0 if failed else request.external_tokens
+            # The plugin API calls this again, with no more tokens to load.
+            self.scheduler.update_state_after_alloc(request, request, 0)
+        elif failed:  # the tokens of this step were computed from cells that are not valid
+            self.preempt(request.request_id)
+        request.loads_in_step = False
 
     def _check_whole(self, request: FakeRequest) -> None:
         """Checks the blocks that an engine would now offer as prefix hits."""

@@ -52,7 +52,8 @@ class FakeRequest:
     external_tokens: int = 0
     """Number of tokens that the connector must fill."""
     loads_in_step: bool = False
-    """Whether the connector fills these tokens within the step that computes the request."""
+    """Whether the connector fills these tokens within the step that computes the request, and this
+    step has not ended."""
     failed: bool = False
     """Whether the request's load failed."""
     error: KVFerryError | None = None
@@ -138,6 +139,8 @@ class FakeRank:
         self._windows = context.layer_windows
         self._rank = caches[0].rank
         self._reported: set[tuple[str, str]] = set()
+        self._seen: dict[str, list[str]] = {}
+        """Request id → wrong cells that this step's computation saw, for loads within the step."""
         self._layer_names = [
             name
             for _, name in sorted(
@@ -193,6 +196,7 @@ class FakeRank:
             requests: every request of the engine, by id.
         """
         decoded: KVConnectorMetadata = self._metadata.decode(metadata)
+        self._seen = {}
         self.worker.start_load_kv(decoded)
         for layer in self._layer_names:
             self.worker.wait_for_layer_load(layer)
@@ -217,7 +221,9 @@ class FakeRank:
     def _compute(self, request: FakeRequest, end: int) -> None:
         # Checks the cells before the first chunk; a window may free them with the next chunk.
         is_first = request.num_computed_tokens == request.local_tokens + request.external_tokens
-        if is_first and not request.failed:
+        if is_first and request.loads_in_step:
+            self._seen[request.request_id] = list(self._wrong_seen(request))  # a report decides
+        elif is_first and not request.failed:
             self.check_seen(request)
         for cache, table in zip(self.caches, request.tables, strict=True):
             first = request.num_computed_tokens
@@ -237,13 +243,20 @@ class FakeRank:
     def check_seen(self, request: FakeRequest) -> None:
         """Checks a load's cells and the cells of the local hit, as far as any layer looks back.
 
+        After a load within a step, the cells count that the step's computation saw.
+
         Raises:
             ContractBrokenError: a cell has a wrong value.
         """
+        lines = self._seen.get(request.request_id)
+        for line in self._wrong_seen(request) if lines is None else lines:
+            promise(False, f"{request.request_id}: {line}")
+
+    def _wrong_seen(self, request: FakeRequest) -> Iterable[str]:
         for line in self._wrong(request, self._windows, of_hit=True):
-            promise(False, f"{request.request_id}: the load changed the local hit: {line}")
+            yield f"the load changed the local hit: {line}"
         for line in self._wrong(request, self._windows):
-            promise(False, f"{request.request_id}: the load is not what the source held: {line}")
+            yield f"the load is not what the source held: {line}"
 
     def check_whole(
         self, request: FakeRequest, partial: Collection[int], filled: Sequence[int] | None

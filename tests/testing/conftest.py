@@ -2,9 +2,11 @@
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -34,3 +36,33 @@ def configs(example: ModuleType, tmp_path: Path) -> tuple[KVTransferConfig, KVTr
         for role in ("kv_producer", "kv_consumer")
     )
     return producer, consumer
+
+
+class AtOnce:
+    """Stands in for a pool of threads: carries out a job before it returns."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def submit(self, work: Callable[[Any], int], job: Any) -> Future[int]:
+        future: Future[int] = Future()
+        try:
+            future.set_result(work(job))
+        except OSError as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def in_step(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the example load within the step that computes a request."""
+    ask = example.FolderScheduler.get_num_new_matched_tokens
+    monkeypatch.setattr(example, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(
+        example.FolderScheduler,
+        "get_num_new_matched_tokens",
+        lambda self, request, local: (ask(self, request, local)[0], False),
+    )

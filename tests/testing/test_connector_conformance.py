@@ -29,7 +29,25 @@ def test_the_example_passes_as_it_is(run_test):
     run_test("test_a_prompt_arrives_cell_by_cell")
 
 
-def test_cells_of_another_token_are_caught(run_test, example, monkeypatch):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_a_prompt_arrives_cell_by_cell",
+        "test_many_requests_at_once_keep_their_own_blocks",
+        "test_a_local_hit_is_left_alone",
+        "test_an_id_may_be_used_again",
+        "test_abort_before_the_ranks_hear_of_the_load",
+        "test_abort_after_its_load",
+    ],
+)
+def test_the_example_passes_if_it_loads_within_the_step(run_test, in_step, name):
+    run_test(name)
+
+
+@pytest.mark.parametrize("loads", ["beside_the_steps", "in_step"])
+def test_cells_of_another_token_are_caught(run_test, example, monkeypatch, request, loads):
+    if loads == "in_step":
+        request.getfixturevalue(loads)
     copy = example.FolderWorker._copy
 
     def shifted(self, job):
@@ -37,6 +55,24 @@ def test_cells_of_another_token_are_caught(run_test, example, monkeypatch):
         return copy(self, example.msgspec.structs.replace(job, block_ids=ids))
 
     monkeypatch.setattr(example.FolderWorker, "_copy", shifted)
+    with pytest.raises(ContractBrokenError, match="the load is not what the source held"):
+        run_test("test_a_prompt_arrives_cell_by_cell")
+
+
+def test_cells_that_come_after_the_computation_of_their_step_are_caught(
+    run_test, example, in_step, monkeypatch
+):
+    start, results = example.FolderWorker.start_load_kv, example.FolderWorker.get_transfer_results
+    told: dict[Any, Any] = {}
+
+    def late(self, finished_req_ids):
+        start(self, told.pop(self))
+        return results(self, finished_req_ids)
+
+    monkeypatch.setattr(
+        example.FolderWorker, "start_load_kv", lambda self, metadata: told.update({self: metadata})
+    )
+    monkeypatch.setattr(example.FolderWorker, "get_transfer_results", late)
     with pytest.raises(ContractBrokenError, match="the load is not what the source held"):
         run_test("test_a_prompt_arrives_cell_by_cell")
 

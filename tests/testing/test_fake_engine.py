@@ -9,7 +9,7 @@ from kvferry.testing.fake_rank import Stage
 @pytest.fixture
 def pair(configs):
     """Two engines that share a folder."""
-    with open_pair(configs, GEOMETRIES["equal"]) as pair:
+    with open_pair(configs, GEOMETRIES["tp2-pp2"]) as pair:
         yield pair
 
 
@@ -23,12 +23,15 @@ def source(pair):
 
 @pytest.fixture
 def no_file(example, monkeypatch):
-    """Loads fail from now on."""
+    """Loads fail from now on, on the second rank only."""
+    plan = example.plan_transfer
 
-    def lost(self, job):
-        raise FileNotFoundError(job.path)
+    def lost(**shapes):
+        if shapes.get("target_rank") == 1:
+            raise FileNotFoundError("the file is lost")
+        return plan(**shapes)
 
-    monkeypatch.setattr(example.FolderWorker, "_copy", lost)
+    monkeypatch.setattr(example, "plan_transfer", lost)
 
 
 def test_a_prompt_whose_load_failed_takes_no_more_blocks_than_it_needs(pair, source, no_file):
@@ -54,4 +57,15 @@ def test_a_preempted_request_may_load_again(pair, source):
     assert request.external_tokens == loaded > 0
     ends = [output for output in pair.consumer.outputs if "r" in output.finished_recving]
     assert len(ends) == 2
+    pair.settle()
+
+
+def test_a_prompt_whose_load_failed_within_the_step_is_computed(in_step, pair, source, no_file):
+    request = pair.decode(source)
+    stages = []
+    pair.consumer.during_step = lambda: stages.append((request.stage, request.external_tokens))
+    pair.finish(request)
+    assert stages == [(Stage.COMPUTING, 40), (Stage.COMPUTING, 0)]
+    assert request.failed
+    assert request.finish_reason == "length"
     pair.settle()
