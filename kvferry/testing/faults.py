@@ -119,7 +119,8 @@ class FaultyTransport(WrappedTransport):
     @classmethod
     def open(cls, options: TransportOptions) -> "FaultyTransport":
         """Opens the inner transport; raises the errors of the inner ``open``."""
-        return cls(cls.inner_class.open(options), options.stall_timeout_s)
+        kind = cls.with_keys(options.extra)
+        return kind(kind.inner_class.open(options), options.stall_timeout_s)
 
     def read(
         self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None

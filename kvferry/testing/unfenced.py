@@ -127,7 +127,8 @@ class UnfencedTransport(WrappedTransport):
     @classmethod
     def open(cls, options: TransportOptions) -> "UnfencedTransport":
         """Opens the inner transport; raises the errors of the inner ``open``."""
-        return cls(cls.inner_class.open(replace(options, stall_timeout_s=NEVER_S)))
+        kind = cls.with_keys(options.extra)
+        return kind(kind.inner_class.open(replace(options, stall_timeout_s=NEVER_S)))
 
     def connect(self, endpoint: bytes) -> Peer:
         """Connects like the inner transport."""

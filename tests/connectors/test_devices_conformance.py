@@ -36,6 +36,7 @@ from kvferry.testing.unfenced import ReadGate, unfenced_transport
 from kvferry.transports.base import Transport
 from kvferry.transports.tcp import TcpTransport
 from tests.connectors.engines import SHORT_LEASE, on_devices
+from tests.connectors.test_pull_devices import ways_of
 from tests.connectors.test_pull_staged_geometries import CASES
 from tests.transports import test_conformance_teeth as defects
 
@@ -368,3 +369,23 @@ def test_what_a_device_cannot_digest_is_lent_to_nobody(
         errors = [r.error for out in pair.producer.outputs for r in out.transfer_records if r.error]
         assert len(errors) == 1
         assert "the device failed" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("transport", "way"), [("cuda_ipc", "placed"), ("tcp", "staged")], ids=["cuda_ipc", "tcp"]
+)
+def test_a_wrapped_transport_serves_a_device_as_the_transport_does(
+    host_device: HostDevice, pull_configs: Callable[..., Configs], transport: str, way: str
+) -> None:
+    lossy = lossy_transport(load_plugin(TRANSPORTS, transport, Transport), loss=0.1, seed=3)
+    lossy.name = "lossy"
+    one, two = (on_devices(each, BUFFERS[transport], "lossy") for each in pull_configs())
+    with (
+        temporary_plugin(TRANSPORTS, "lossy", lossy),
+        open_pair((one, two), GEOMETRIES["tp2-pp2"], device=host_device) as pair,
+    ):
+        requests = [pair.decode(pair.prefill(f"r{n}", 20 + n)) for n in range(8)]
+        pair.run(lambda: all(r.stage is Stage.FINISHED for r in requests), "all to end")
+        assert not all(request.failed for request in requests)
+        assert ways_of(pair) == {("lossy", way)}
+        pair.settle()

@@ -19,9 +19,13 @@ from kvferry.testing.faults import (
 from kvferry.testing.transport_cases import large_case
 from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_peer import pattern
+from kvferry.testing.unfenced import ReadGate, UnfencedTransport, unfenced_transport
 from kvferry.testing.waiting import until
 from kvferry.transports import TransferState, TransportOptions, open_transport
+from kvferry.transports.base import Transport
+from kvferry.transports.packing import PackingTransport
 from kvferry.transports.shm import ShmTransport
+from kvferry.transports.ways import choose_way
 
 
 @pytest.mark.slow
@@ -139,3 +143,54 @@ def test_a_connector_gets_the_wrapper_by_the_transport_s_name(source):
         assert isinstance(transport, kind)
     with contextlib.closing(open_transport("shm")) as transport:
         assert isinstance(transport, ShmTransport)
+
+
+class Odd(ShmTransport):
+    """Declares what no default says; with a key, it packs and does not fence."""
+
+    least_segment_bytes = 1 << 20
+
+    @classmethod
+    def with_keys(cls, extra):
+        return OddPacking if extra else cls
+
+    @classmethod
+    def open(cls, options):
+        transport = super(Odd, cls.with_keys(options.extra)).open(TransportOptions())
+        transport.fences = not options.extra
+        return transport
+
+
+class OddPacking(Odd, PackingTransport):
+    def register_packed(self, memory, packer):
+        return 7
+
+
+@pytest.fixture(params=[lossy_transport, unfenced_transport], ids=["lossy", "unfenced"])
+def wrapped(request):
+    """A class around :class:`Odd`."""
+    if request.param is lossy_transport:
+        return lossy_transport(Odd, loss=0.1)
+    return unfenced_transport(Odd, ReadGate())
+
+
+def test_a_wrapper_declares_what_its_transport_declares(wrapped):
+    declared = set(Transport.__annotations__)
+    differ = {name for name in declared if getattr(wrapped, name) != getattr(Odd, name)}
+    assert differ == ({"fences"} if issubclass(wrapped, UnfencedTransport) else set())
+    way = choose_way(wrapped, device="cpu", conversion=None, segment_bytes=512, source_bytes=8192)
+    assert str(way) == "staged"
+
+
+def test_a_wrapper_keeps_the_contracts_that_its_transport_keeps_with_its_keys(wrapped):
+    extra = {"packs": True}
+    assert not issubclass(wrapped, PackingTransport)
+    assert issubclass(wrapped.with_keys(extra), PackingTransport)
+    with contextlib.closing(wrapped.open(TransportOptions(extra=extra))) as transport:
+        assert isinstance(transport, wrapped)
+        assert transport.register_packed(None, None) == 7
+
+
+def test_a_wrapper_does_not_fence_if_its_transport_does_not(wrapped):
+    with contextlib.closing(wrapped.open(TransportOptions(extra={"packs": True}))) as transport:
+        assert not transport.fences
