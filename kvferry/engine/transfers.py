@@ -138,11 +138,9 @@ class KVTransfers:
             return []
         self._connector.update_connector_output(output)
         self._note_failures(output.transfer_records, output.invalid_block_ids)
-        # A connector may report a failure in only one of the sets; the request must not hang then.
-        reported = output.finished_recving | output.failed_recving
         in_step = [name for name, request in self._loads.items() if not request.load.is_async]
         ended = []
-        for name in [*in_step, *sorted(reported.difference(in_step))]:
+        for name in [*in_step, *sorted(output.finished_recving.difference(in_step))]:
             if name in self._loads:
                 request = self._loads.pop(name)
                 self._end_load(request, name in output.failed_recving)
