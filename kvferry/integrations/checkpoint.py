@@ -8,9 +8,14 @@ the same in every serving engine.
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
+
+from kvferry.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 WeightsCheck = Literal["sample", "full", "config"]
 """How two checkpoints are told apart: by slices of every tensor, by every byte, or by the config of
@@ -115,6 +120,33 @@ def weight_files(folder: Path) -> list[Path]:
         if found := sorted(folder.glob(pattern)):
             return found
     return []
+
+
+def checkpoint_digests(name: str, revision: str | None, check: WeightsCheck) -> dict[str, str]:
+    """Name → digest of each tensor of a model's checkpoint; the name and the revision of the model
+    if the files are not to be read, or are not on this machine.
+
+    Args:
+        name: name of the model, or its folder.
+        revision: revision of the model that the engine was asked for.
+        check: how much of the files is read.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    folder = None if check == "config" else downloaded(name, revision)
+    if folder is None:
+        if check != "config":
+            logger.warning(
+                "the files of %s are not on this machine; two checkpoints of it are told apart by "
+                "name and revision only",
+                name,
+            )
+        return {"model": name, "revision": str(revision)}
+    try:
+        return tensor_digests(weight_files(folder), full=check == "full")
+    except OSError as error:
+        raise ConfigError(f"weights_check: {folder} cannot be read: {error}") from error
 
 
 def tensor_digests(paths: list[Path], *, full: bool) -> dict[str, str]:

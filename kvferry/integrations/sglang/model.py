@@ -1,28 +1,22 @@
 """The model that an SGLang rank serves: its fingerprint, and digests of its KV heads."""
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvferry.errors import ConfigError
 from kvferry.integrations.checkpoint import (
     DIGEST_CHARS,
     WeightsCheck,
     canonical,
+    checkpoint_digests,
     digest_of,
-    downloaded,
     dtype_text,
     rope_text,
-    tensor_digests,
-    weight_files,
 )
 from kvferry.integrations.sglang.caches import PoolGroup
 from kvferry.topology import EngineGeometry
 from kvferry.topology.description import ModelFingerprint
 from kvferry.topology.group import GroupGeometry
 from kvferry.topology.heads import LATENT, HeadDigests, digest_heads, form_of, probed_columns
-
-logger = logging.getLogger(__name__)
 
 
 def fingerprint(
@@ -55,24 +49,14 @@ def weights_digest(model_config: Any, load_format: str, check: WeightsCheck) -> 
     """Digest of the checkpoint, by the names of its tensors.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: see :func:`~kvferry.integrations.checkpoint.checkpoint_digests`.
     """
+    name = str(model_config.model_path)
     if str(load_format) == "dummy":
-        return digest_of({"dummy weights of": str(model_config.model_path)})[:DIGEST_CHARS]
-    name, revision = str(model_config.model_path), model_config.revision
-    folder = None if check == "config" else downloaded(name, revision)
-    if folder is None:
-        if check != "config":
-            logger.warning(
-                "the files of %s are not on this machine; two checkpoints of it are told apart by "
-                "name and revision only",
-                name,
-            )
-        return digest_of({"model": name, "revision": str(revision)})[:DIGEST_CHARS]
-    try:
-        return digest_of(tensor_digests(weight_files(folder), full=check == "full"))[:DIGEST_CHARS]
-    except OSError as error:
-        raise ConfigError(f"weights_check: {folder} cannot be read: {error}") from error
+        named = {"dummy weights of": name}
+    else:
+        named = checkpoint_digests(name, model_config.revision, check)
+    return digest_of(named)[:DIGEST_CHARS]
 
 
 def head_digests(model: Any, groups: Sequence[PoolGroup], rank: int) -> HeadDigests:

@@ -1,24 +1,18 @@
 """The facts that two vLLM engines must agree on before they can exchange KV."""
 
-import logging
 from typing import Any
 
-from kvferry.errors import ConfigError
 from kvferry.integrations.checkpoint import (
     WeightsCheck,
     canonical,
+    checkpoint_digests,
     digest_of,
     dtype_text,
     rope_text,
-    tensor_digests,
-    weight_files,
 )
-from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.caches import CacheGroup
 from kvferry.topology import EngineGeometry
 from kvferry.topology.description import ModelFingerprint
-
-logger = logging.getLogger(__name__)
 
 
 def fingerprint(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> ModelFingerprint:
@@ -65,20 +59,8 @@ def named_weights(model_config: Any, load_format: object, check: WeightsCheck) -
     """Name in the checkpoint → digest of each tensor, or a substitute if there are no files.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: see :func:`~kvferry.integrations.checkpoint.checkpoint_digests`.
     """
     if are_dummy(load_format):
         return {"dummy weights of seed": str(model_config.seed)}
-    folder = None if check == "config" else compat.weights_folder(model_config)
-    if folder is None:
-        if check != "config":
-            logger.warning(
-                "the files of %s are not on this machine; two checkpoints of it are told apart "
-                "by name and revision only",
-                model_config.model,
-            )
-        return {"model": str(model_config.model), "revision": str(model_config.revision)}
-    try:
-        return tensor_digests(weight_files(folder), full=check == "full")
-    except OSError as error:
-        raise ConfigError(f"weights_check: {folder} cannot be read: {error}") from error
+    return checkpoint_digests(str(model_config.model), model_config.revision, check)

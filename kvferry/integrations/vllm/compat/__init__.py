@@ -574,11 +574,6 @@ def hidden_weights(model: torch.nn.Module) -> dict[str, object]:
 # ---- model -------------------------------------------------------------------------------------
 
 
-def weights_folder(model_config: Any) -> Path | None:
-    """The folder with the model's files; ``None`` if the files are not on this machine."""
-    return downloaded(model_config.model, model_config.revision)
-
-
 def layer_order(names: Sequence[str]) -> dict[str, int]:
     """Layer name → index of the layer in the model.
 
