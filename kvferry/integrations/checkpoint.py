@@ -9,7 +9,7 @@ the same in every serving engine.
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +77,18 @@ def _without_additions(values: dict[str, Any], config: object) -> dict[str, Any]
 def digest_of(values: object) -> str:
     """SHA-256 (hex) of a JSON value."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def config_digest(model_config: Any, speculative: Mapping[str, Any] | None = None) -> str:
+    """SHA-256 (hex) of a model's config, and of the settings of the engine that shape the KV.
+
+    Args:
+        model_config: the engine's own config of the model.
+        speculative: the method that drafts tokens, and its model; ``None`` if no tokens are
+            drafted.
+    """
+    engine = {"quantization": model_config.quantization, "speculative": speculative}
+    return digest_of({"config": canonical(model_config.hf_config), "engine": engine})
 
 
 def rope_text(config: Any) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 from kvferry.integrations.checkpoint import (
     DIGEST_CHARS,
     WeightsCheck,
-    canonical,
     checkpoint_digests,
+    config_digest,
     digest_of,
     dtype_text,
     rope_text,
@@ -30,8 +30,6 @@ def fingerprint(
         weights: digest of the weights, see :func:`weights_digest`.
     """
     attention = [group for group in groups if isinstance(group, EngineGeometry)]
-    config = canonical(model_config.hf_config)
-    engine = {"quantization": model_config.quantization, "speculative": None}
     return ModelFingerprint(
         name=str(model_config.model_path),
         architecture=", ".join(model_config.hf_config.architectures),
@@ -40,7 +38,7 @@ def fingerprint(
         head_size=attention[0].head_size,
         dtype=dtype_text(each.dtype for each in attention),
         rope=rope_text(model_config.hf_text_config),
-        config_digest=digest_of({"config": config, "engine": engine}),
+        config_digest=config_digest(model_config),
         weights_digest=weights,
     )
 

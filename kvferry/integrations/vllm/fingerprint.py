@@ -4,9 +4,8 @@ from typing import Any
 
 from kvferry.integrations.checkpoint import (
     WeightsCheck,
-    canonical,
     checkpoint_digests,
-    digest_of,
+    config_digest,
     dtype_text,
     rope_text,
 )
@@ -23,7 +22,6 @@ def fingerprint(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> ModelFinger
         groups: the engine's KV cache.
     """
     model = vllm_config.model_config
-    config = canonical(model.hf_config)
     attention = [each.geometry for each in groups if isinstance(each.geometry, EngineGeometry)]
     return ModelFingerprint(
         name=str(model.model),
@@ -33,21 +31,17 @@ def fingerprint(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> ModelFinger
         head_size=attention[0].head_size if attention else 0,
         dtype=dtype_text(each.dtype for each in attention),
         rope=rope_text(model.hf_text_config),
-        config_digest=digest_of({"config": config, "engine": _engine_settings(vllm_config)}),
+        config_digest=config_digest(model, _drafting(vllm_config.speculative_config)),
         weights_digest="",
     )
 
 
-def _engine_settings(vllm_config: Any) -> dict[str, Any]:
-    """Settings outside the model's config that shape the KV."""
-    speculative = vllm_config.speculative_config
-    draft = speculative and getattr(speculative, "draft_model_config", None)
-    return {
-        "quantization": vllm_config.model_config.quantization,
-        "speculative": None
-        if not speculative
-        else {"method": speculative.method, "model": draft and str(draft.model)},
-    }
+def _drafting(speculative: Any) -> dict[str, Any] | None:
+    """The method that drafts tokens, and its model; ``None`` if no tokens are drafted."""
+    if not speculative:
+        return None
+    draft = getattr(speculative, "draft_model_config", None)
+    return {"method": speculative.method, "model": draft and str(draft.model)}
 
 
 def are_dummy(load_format: object) -> bool:
