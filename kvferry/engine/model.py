@@ -30,8 +30,7 @@ from kvferry.engine.communicator import Communicator
 from kvferry.engine.model_config import DecoderConfig, DeepseekConfig, LlamaConfig, RopeParameters
 from kvferry.engine.shard import ModelShard, PagedKVCache, WeightReader, scaled, split_range
 from kvferry.topology.geometry import EngineGeometry
-from kvferry.topology.heads import LATENT, HeadDigests, digest_heads, form_of, probed_columns
-from kvferry.topology.tensors import dtype_name
+from kvferry.topology.heads import LATENT, HeadDigests, digest_heads, probed_columns
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -130,10 +129,9 @@ class GroupedQueryAttention:
 
     def digest_heads(self) -> tuple[str, bytes]:
         """Form and digests of the weight rows that produce K and V of this rank's heads."""
-        form = form_of(dtype_name(self._kv.dtype))
         columns = self._kv[:, torch.from_numpy(probed_columns(self._kv.shape[1]))].float()
         k_HDC, v_HDC = columns.view(2, -1, self._size, columns.shape[1]).numpy()
-        return form, digest_heads(k_HDC, v_HDC, form)
+        return digest_heads(k_HDC, v_HDC, self._kv.dtype)
 
 
 #: Epsilon of the latent norms: transformers and vLLM use RMSNorm's default here, and the config's

@@ -206,22 +206,28 @@ def form_of(dtype: str) -> Form:
 
 
 def digest_heads(
-    k_HDC: npt.NDArray[np.float32], v_HDC: npt.NDArray[np.float32], form: str
-) -> bytes:
-    """The digests of a layer's heads on a rank, in the order of the heads.
+    k_HDC: npt.NDArray[np.float32], v_HDC: npt.NDArray[np.float32], dtype: object
+) -> tuple[Form, bytes]:
+    """Form of the weights of a layer, and digests of its heads on a rank, in the order of the
+    heads.
 
     >>> rows = np.arange(2 * 4 * 8, dtype=np.float32).reshape(2, 4, 8)
-    >>> one, two = split_digests(digest_heads(rows, rows, "bfloat16"))
-    >>> one == digest_heads(rows[:1], rows[:1], "bfloat16"), one == two
-    (True, False)
+    >>> form, digests = digest_heads(rows, rows, "float32")
+    >>> one, two = split_digests(digests)
+    >>> form, one == digest_heads(rows[:1], rows[:1], "bfloat16")[1], one == two
+    ('bfloat16', True, False)
 
     Args:
         k_HDC: float32 ``[heads, head size, columns]``: the probed columns of the rows that make K,
             exactly as loaded.
         v_HDC: the probed columns of the rows that make V, ``[heads, head size of V, columns]``.
-        form: see :func:`form_of`.
+        dtype: dtype of the loaded weights: a torch dtype, or its name.
+
+    Raises:
+        ValueError: weights of this dtype are not digested.
     """
-    return b"".join(
+    form = form_of(str(dtype).removeprefix("torch."))
+    return form, b"".join(
         hashlib.blake2b(
             _bits(k_DC, form).tobytes() + _bits(v_DC, form).tobytes(), digest_size=DIGEST_BYTES
         ).digest()

@@ -58,7 +58,7 @@ def weights(layer, head):
 def digest(rows, form="bfloat16"):
     """Of the heads of a layer, whose rows are [K and V, head, head size, columns]."""
     k, v = rows
-    return digest_heads(k, v, form)
+    return digest_heads(k, v, form)[1]
 
 
 def digests_of(group, true_count, form="bfloat16"):

@@ -16,7 +16,7 @@ from kvferry.integrations.sglang.caches import PoolGroup
 from kvferry.topology import EngineGeometry
 from kvferry.topology.description import ModelFingerprint
 from kvferry.topology.group import GroupGeometry
-from kvferry.topology.heads import LATENT, HeadDigests, digest_heads, form_of, probed_columns
+from kvferry.topology.heads import LATENT, HeadDigests, digest_heads, probed_columns
 
 
 def fingerprint(
@@ -116,9 +116,8 @@ def _digest(projections: Mapping[int, Any], layer: int, num_heads: int) -> tuple
         return "weights lie in a kernel's own memory", b""
     if heads != num_heads:
         return f"the QKV projection makes {heads} heads, the cache has {num_heads}", b""
-    form = form_of(str(weight_RC.dtype).removeprefix("torch."))
     columns = probed_columns(projection.hidden_size)
     rows_RC = weight_RC.detach()[:, columns].float().cpu()
     k, v = rows_RC[first:middle], rows_RC[middle:end]
     k_HDC, v_HDC = k.view(heads, size, -1), v.view(heads, size_v, -1)
-    return form, digest_heads(k_HDC.numpy(), v_HDC.numpy(), form)
+    return digest_heads(k_HDC.numpy(), v_HDC.numpy(), weight_RC.dtype)

@@ -14,7 +14,7 @@ from kvferry.integrations.vllm.caches import INDEXER_LAYOUT, CacheGroup
 from kvferry.integrations.vllm.compat.projections import kv_weights
 from kvferry.integrations.vllm.fingerprint import are_dummy
 from kvferry.topology import EngineGeometry
-from kvferry.topology.heads import LATENT, HeadDigests, digest_heads, form_of
+from kvferry.topology.heads import LATENT, HeadDigests, digest_heads
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,7 @@ def _digest(projection: Any, attention: Any, num_heads: int) -> tuple[str, bytes
         k_HDC, v_HDC = found
         if len(k_HDC) != num_heads:
             return f"the QKV projection makes {len(k_HDC)} heads, the cache has {num_heads}", b""
-        form = form_of(str(projection.weight.dtype).removeprefix("torch."))
-        return form, digest_heads(k_HDC.numpy(), v_HDC.numpy(), form)
+        return digest_heads(k_HDC.numpy(), v_HDC.numpy(), projection.weight.dtype)
     except Exception as error:
         # This code calls kernels of any platform. A missing proof is no reason to end the engine.
         logger.exception("the weights behind KV heads could not be digested")
