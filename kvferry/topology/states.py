@@ -235,6 +235,8 @@ class StateGeometry(GroupGeometry):
     ('layer.0.conv', 'layer.0.ssm', 'layer.1.conv', 'layer.1.ssm')
     >>> group.cache_shape(1, 10, "conv"), group.cache_shape(1, 10, "ssm")
     ((10, 3, 448), (10, 3, 8192))
+    >>> next(group.shape_mismatches([(3, 448), (3, 64, 100)]))
+    ('ssm', (3, 6400), (3, 8192))
 
     A block holds one state, the state after the last token of the request in this block. With
     vLLM's ``mamba_cache_mode`` ``"none"``, a request has one block, as long as the longest request;
@@ -296,6 +298,23 @@ class StateGeometry(GroupGeometry):
         """Name → content of each tensor of a rank; states of one layer share the same pages."""
         kinds = self.kinds(rank)
         return {name + kind.suffix: kind for name in self._tensor_owners(rank) for kind in kinds}
+
+    def shape_mismatches(
+        self, shapes: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """Compares the states in a serving engine with this geometry, on every TP rank; yields the
+        name of each state that differs, its shape in the engine, and its shape in the geometry.
+
+        Args:
+            shapes: shape of each state of a layer in the engine, the same on all ranks, in the
+                order of ``states``. All dims behind the first are joined into one dim.
+        """
+        for rank in range(self.parallel.tp):
+            for state, (first, *others) in zip(self.states, shapes, strict=True):
+                theirs = (first, math.prod(others))
+                ours = self.cache_shape(rank, 1, state.name)[1:]
+                if ours != theirs:
+                    yield state.name, theirs, ours
 
     def first_bound_token(self, first_token: int, num_tokens: int) -> int:
         """The last token of a span; only this token has cells."""

@@ -61,7 +61,12 @@ def state_geometry(
         layout=Layout.parse(f"B({states[0].name}={order},{states[1].name}=HD)"),
         parallel=parallel,
     )
-    _check_shapes(geometry, pool)
+    shapes = [each.shape[2:] for each in (pool.mamba_cache.conv[0], pool.mamba_cache.temporal)]
+    for state, theirs, ours in geometry.shape_mismatches(shapes):
+        raise ConfigError(
+            f"states of recurrent layers: {state} has the shape {theirs} on each of {parallel.tp} "
+            f"ranks, where this backend expects {ours}; take another --tp-size"
+        )
     return geometry
 
 
@@ -143,23 +148,3 @@ def _states(pool: Any, model: Any, tp: int) -> tuple[StatePart, ...]:
         f"how TP divides the {tuple(conv.shape[2:])} of a convolution; this backend serves "
         f"{_SERVED}"
     )
-
-
-def _check_shapes(geometry: StateGeometry, pool: Any) -> None:
-    """Checks the sizes of a rank's states, which are equal on all ranks.
-
-    Raises:
-        ConfigError: a size differs.
-    """
-    tp = geometry.parallel.tp
-    for rank in range(tp):
-        for part, layers in zip(
-            geometry.states, (pool.mamba_cache.conv[0], pool.mamba_cache.temporal), strict=True
-        ):
-            ours = geometry.cache_shape(rank, 1, part.name)[1:]
-            theirs = (layers.shape[2], math.prod(layers.shape[3:]))
-            if ours != theirs:
-                raise ConfigError(
-                    f"states of recurrent layers: {part.name} has the shape {theirs} on each of "
-                    f"{tp} ranks, where this backend expects {ours}; take another --tp-size"
-                )

@@ -87,7 +87,13 @@ def state_cache(vllm_config: Any, name: str, table: int, spec: Any) -> StateCach
         block_size=spec.block_size,
         layout=f"B({states[0].name}={conv_order},{states[1].name}=HD)",
     )
-    _check_shapes(found, spec.shapes, vllm_config.parallel_config.tensor_parallel_size)
+    tp = vllm_config.parallel_config.tensor_parallel_size
+    geometry = state_geometry(found, (name,), ParallelShape(tp=tp))
+    for state, theirs, ours in geometry.shape_mismatches(spec.shapes):
+        raise ConfigError(
+            f"KV cache of {name}: the state {state} has the shape {theirs} on each of {tp} ranks, "
+            f"where this adapter expects {ours}; take another tensor_parallel_size"
+        )
     return found
 
 
@@ -127,25 +133,6 @@ def _states(
         delta_dtype=dtypes[1],
         order=compat.delta_order(),
     )
-
-
-def _check_shapes(cache: StateCache, shapes: tuple[tuple[int, ...], ...], tp: int) -> None:
-    """Checks the sizes of a rank's states.
-
-    Raises:
-        ConfigError: a size differs.
-    """
-    geometry = state_geometry(cache, (cache.name,), ParallelShape(tp=tp))
-    for rank in range(tp):
-        for state, shape in zip(cache.states, shapes, strict=True):
-            ours = geometry.cache_shape(rank, 1, state.name)[1:]
-            theirs = (shape[0], math.prod(shape[1:]))
-            if ours != theirs:
-                raise ConfigError(
-                    f"KV cache of {cache.name}: the state {state.name} has the shape {theirs} on "
-                    f"each of {tp} ranks, where this adapter expects {ours}; take another "
-                    "tensor_parallel_size"
-                )
 
 
 def state_geometry(
