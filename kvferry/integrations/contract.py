@@ -16,15 +16,25 @@ def num_needed(needed: Mapping[str, tuple[str, ...]]) -> int:
     return len(needed) + sum(len(members) for members in needed.values())
 
 
-def gone(needed: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Names that the installed engine lacks: ``module:name`` or ``name.member``.
+def gone(needed: Mapping[str, tuple[str, ...]], base: str = "") -> list[str]:
+    """Names that the installed engine lacks: ``module:name`` or ``name.member``; and methods of the
+    base of connectors that every connector must have now.
 
     An entry for a method with other parameters also names the actual parameters.
 
     Args:
         needed: module and name → members; methods stand with their parameters.
+        base: module and name of the base of connectors, a key of ``needed``; empty if the engine
+            has no such class.
     """
-    return [found for place, members in needed.items() for found in _gone_of(place, members)]
+    found = [each for place, members in needed.items() for each in _gone_of(place, members)]
+    if not base or base in found:
+        return found
+    known = {member.partition("(")[0] for member in needed[base]}
+    return found + [
+        f"{base.partition(':')[2]} without {method}, which every connector must have now"
+        for method in sorted(owner_of(base).__abstractmethods__ - known)
+    ]
 
 
 def owner_of(place: str) -> Any:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import packages_distributions, version
 
+from kvferry.integrations import contract
+
 logger = logging.getLogger(__name__)
 
 VLLM = ((0, 28), (0, 29), (0, 30), (0, 31), (0, 32), (0, 33))
@@ -30,6 +32,11 @@ def range_text(releases: tuple[tuple[int, ...], ...]) -> str:
     return " to ".join(dict.fromkeys(ends))
 
 
+def fitting(engine: str) -> str:
+    """The known releases of an engine, a key of :data:`ENGINES`, in words."""
+    return f"{engine} {range_text(ENGINES[engine][1])}"
+
+
 def numbers(release: str, count: int) -> tuple[int, ...]:
     """The first ``count`` numbers of a release; ``()`` for a text that is no release.
 
@@ -40,30 +47,61 @@ def numbers(release: str, count: int) -> tuple[int, ...]:
     return tuple(map(int, match.groups())) if match else ()
 
 
-def warn_of_newer(engine: str, release: str, num_needed: int) -> None:
-    """Warns of a release that is newer than all known ones, and that lacks no needed name.
+def check_release(
+    engine: str,
+    release: str,
+    needed: Mapping[str, tuple[str, ...]],
+    *,
+    base: str = "",
+    also_known: bool = False,
+) -> None:
+    """Refuses a release that is older than the known releases, or that lacks a needed name.
+
+    A newer release with all needed names is tried, with a warning.
 
     Args:
         engine: name of the engine, a key of :data:`ENGINES`.
         release: the release found.
-        num_needed: number of names, fields and methods that were looked for.
+        needed: see :func:`kvferry.integrations.contract.gone`.
+        base: see :func:`kvferry.integrations.contract.gone`.
+        also_known: the names are looked for in a known release too, not only in a newer one.
+
+    Raises:
+        ImportError: names the release found, the fitting releases, and the missing names.
     """
-    _, known = ENGINES[engine]
-    logger.warning(
-        "%s %s is newer than %s, the newest release that this kvferry was tested with; it is "
-        "tried, as all %d names, fields and methods that kvferry uses are there, methods with the "
-        "same parameters. What they do was not tested: compare answers before you rely on them",
-        engine,
-        release,
-        range_text(known[-1:]),
-        num_needed,
-    )
+    package, known = ENGINES[engine]
+    found, is_one = numbers(release, len(known[0])), len(known) == 1
+    here = f"kvferry.integrations.{package}: this is {engine} {release}"
+    if found < known[0]:
+        remedy = "install it" if is_one else "install one of these"
+        raise ImportError(f"{here}; this kvferry is made for {fitting(engine)}: {remedy}")
+    is_newer = found > known[-1]
+    if not (is_newer or also_known):
+        return
+    if gone := contract.gone(needed, base):
+        ours = "and this kvferry is" if also_known else "newer than this kvferry, which is"
+        remedy = "Install that release" if is_one else "Install one of those releases"
+        raise ImportError(
+            f"{here}, {ours} made for {fitting(engine)}; of what it needs, these are gone: "
+            f"{'; '.join(gone)}. {remedy}, or a kvferry that knows {release}"
+        )
+    if is_newer:
+        logger.warning(
+            "%s %s is newer than %s, the newest release that this kvferry was tested with; it is "
+            "tried, as all %d names, fields and methods that kvferry uses are there, methods with "
+            "the same parameters. What they do was not tested: compare answers before you rely on "
+            "them",
+            engine,
+            release,
+            range_text(known[-1:]),
+            contract.num_needed(needed),
+        )
 
 
 def engine_lines() -> Iterator[str]:
     """A line per engine: the known releases, and the installed release, if there is one."""
     distributions = packages_distributions()
-    for engine, (package, known) in ENGINES.items():
+    for engine, (package, _) in ENGINES.items():
         here = [f"{name} {version(name)}" for name in sorted(set(distributions.get(package, ())))]
         told = f"; here: {', '.join(here)}" if here else "; not installed here"
-        yield f"{engine} {range_text(known)}{told}"
+        yield f"{fitting(engine)}{told}"

@@ -14,8 +14,8 @@ import logging
 from enum import Enum
 from typing import Any
 
-from kvferry.integrations.releases import numbers
-from kvferry.integrations.sglang.release import FITTING, KNOWN, check_release
+from kvferry.integrations.releases import SGLANG, fitting, numbers
+from kvferry.integrations.sglang.needed import check_release
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ def activate() -> None:
     import sglang
 
     version = sglang.__version__
-    if numbers(version, 3) < KNOWN[0]:
-        logger.warning("SGLang %s has no backend %s: it needs %s", version, NAME, FITTING)
+    if numbers(version, 3) < SGLANG[0]:
+        logger.warning("SGLang %s has no backend %s: it needs %s", version, NAME, fitting("SGLang"))
         return
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
     from sglang.srt.disaggregation.utils import TransferBackend

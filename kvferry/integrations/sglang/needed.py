@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from kvferry.integrations import releases
+
 _CONN = "sglang.srt.disaggregation.common.conn"
 _DECODE = "sglang.srt.disaggregation.decode"
 _UTILS = "sglang.srt.disaggregation.utils"
@@ -168,3 +170,12 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "sglang.srt.runtime_context:get_serving": (),
 }
 """Module and name → members; methods stand with their parameters."""
+
+
+def check_release(version: str) -> None:
+    """Refuses a release of SGLang that does not fit, or that lacks a needed name.
+
+    Raises:
+        ImportError: see :func:`kvferry.integrations.releases.check_release`.
+    """
+    releases.check_release("SGLang", version, NEEDED, also_known=True)

@@ -13,14 +13,15 @@ Raises:
         needs.
 """
 
-from kvferry.integrations.vllm.release import FITTING, check_release
+from kvferry.integrations.releases import fitting
+from kvferry.integrations.vllm.release import check_release
 
 try:
     import vllm as _vllm
 except ModuleNotFoundError as error:
     raise ImportError(
-        f"kvferry.integrations.vllm: vLLM is not installed here; install {FITTING} in the "
-        "environment that serves, and kvferry into the same one"
+        f"kvferry.integrations.vllm: vLLM is not installed here; install {fitting('vLLM')} in "
+        "the environment that serves, and kvferry into the same one"
     ) from error
 
 from kvferry.integrations.vllm.logs import log_with_vllm

