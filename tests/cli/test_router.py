@@ -193,7 +193,7 @@ def test_a_drain_goes_on_while_the_router_gives_no_answer(monkeypatch, capsys):
 
     monkeypatch.setattr(members, "RouterClient", Router)
     monkeypatch.setattr(members, "POLL_S", 0.0)
-    members.drain(members.Role.DECODE, "d0", "http://a", None, 60.0)
+    members.drain("decode", "d0", "http://a", None, 60.0)
     assert "decode engine d0 has drained; it can be stopped" in capsys.readouterr().out
 
 
