@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 import tempfile
-from multiprocessing.connection import Listener
 
 from kvferry.config import ModelConfig
 from kvferry.errors import HostError, KVFerryError, WorkerDiedError
@@ -123,12 +122,11 @@ def _engine(report: Reporter) -> None:
 
 def _rank(report: Reporter) -> None:
     settings = begin(RankSettings)
-    family = "AF_INET6" if ":" in settings.host else "AF_INET"
-    with Listener((settings.host, 0), family, authkey=settings.key.encode()) as listener:
-        report.send(Bound(port=listener.address[1]))
+    with contextlib.closing(listen(settings.host, 0, "rank")) as listener:
+        report.send(Bound(port=listener.getsockname()[1]))
         from kvferry.engine.worker_process import serve_elsewhere
 
-        if serve_elsewhere(listener, settings.host, settings.model_folder):
+        if serve_elsewhere(listener, settings.key, settings.host, settings.model_folder):
             raise WorkerDiedError("the rank has failed; its log says why")
 
 

@@ -164,7 +164,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     """Number of compute threads per rank."""
     start_timeout_s: float = 300.0
-    """Seconds within which every rank must be ready."""
+    """Seconds within which a rank on another host must be reached, and then every rank be ready."""
     step_timeout_s: float = 600.0
     """Seconds without an answer to a step after which a rank counts as dead."""
 

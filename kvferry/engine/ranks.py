@@ -14,16 +14,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import AuthenticationError, Pipe
-from multiprocessing.connection import Client, Connection
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvferry.engine import remote
 from kvferry.engine.messages import Command, Start, WorkerSpec
 from kvferry.errors import WorkerDiedError
-from kvferry.zeromq import split_address, tune_tcp
 
 if TYPE_CHECKING:
     from kvferry.engine.communicator import LocalGroup
@@ -180,7 +180,8 @@ class RankElsewhere(Rank):
         key: secret that both sides must prove to know.
 
     Raises:
-        WorkerDiedError: the rank cannot be reached, or does not know the key.
+        WorkerDiedError: the rank cannot be reached, or has not proved within
+            ``spec.start_timeout_s`` that it knows the key.
     """
 
     given_up = "and was cut off"
@@ -188,13 +189,10 @@ class RankElsewhere(Rank):
     def __init__(self, spec: WorkerSpec, rank: int, address: str, key: str) -> None:
         super().__init__(spec, rank)
         self.name += f" at {address}"
-        host, port = split_address(address)
-        family = "AF_INET6" if ":" in host else "AF_INET"
         try:
-            self.connection = Client((host, port), family, authkey=key.encode())
-        except (OSError, EOFError, AuthenticationError) as error:
-            raise WorkerDiedError(f"{self.name} cannot be reached: {error}") from error
-        tune_tcp(self.connection.fileno())
+            self.connection = remote.connect(address, key, spec.start_timeout_s)
+        except remote.REFUSALS as error:
+            raise WorkerDiedError(f"{self.name} cannot be reached: {error!r}") from error
 
     def has_ended(self) -> bool:
         """Whether the rank has closed the connection; between steps, a rank never sends data."""

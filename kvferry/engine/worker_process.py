@@ -13,17 +13,17 @@ import logging
 import os
 import select
 import signal
+import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 import torch
 
+from kvferry.engine import remote
 from kvferry.engine.communicator import GlooCommunicator, LocalGroup
 from kvferry.engine.messages import (
     Answer,
@@ -35,7 +35,6 @@ from kvferry.engine.messages import (
 )
 from kvferry.engine.worker import Worker
 from kvferry.errors import HostError, KVFerryError, WorkerDiedError
-from kvferry.zeromq import tune_tcp
 
 logger = logging.getLogger("kvferry.engine.worker")
 
@@ -48,23 +47,16 @@ def main(fd: int) -> int:
     return serve(Connection(fd), _open_worker)
 
 
-def serve_elsewhere(listener: Listener, host: str, model_folder: str) -> int:
+def serve_elsewhere(listener: socket.socket, key: str, host: str, model_folder: str) -> int:
     """Serves the connecting executor as a rank on another host; returns the exit code.
 
     Args:
-        listener: a listener on ``host`` with the key that the executor must know.
+        listener: a listening socket on ``host``.
+        key: secret that the executor must know.
         host: address of this host.
         model_folder: folder with the converted model on this host.
     """
-    while True:
-        try:
-            connection = listener.accept()
-            break
-        except (AuthenticationError, EOFError, OSError) as error:
-            logger.warning("a connection that is not our engine's: %r", error)
-            time.sleep(0.1)
-    with connection:
-        tune_tcp(connection.fileno())
+    with remote.accept(listener, key) as connection:
         _exit_with_peer(connection.fileno())
         return serve(connection, lambda start: _open_worker(start.on(host, model_folder)))
 

@@ -1,17 +1,23 @@
 """Ranks that are processes of other hosts, here of this one: as good as the engine's own."""
 
 import queue
+import socket
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from kvferry.config import KVTransferConfig
+from kvferry.engine import remote
 from kvferry.engine.executor import Executor
 from kvferry.engine.messages import RanksElsewhere, Start
+from kvferry.engine.ranks import RankElsewhere
 from kvferry.errors import ModelError, WorkerDiedError
 from kvferry.serving.messages import Bound, RankSettings
 from kvferry.serving.process import ChildProcess
+from kvferry.testing.waiting import WAIT_S, until
+from kvferry.zeromq import join_address
 from tests.engine.test_executor_process import LENGTHS, step
 
 pytestmark = pytest.mark.processes
@@ -93,6 +99,78 @@ def test_a_rank_serves_no_engine_that_has_another_key(start_rank, tiny_folder, w
     assert process.is_running
     with Executor(spec, elsewhere=elsewhere(address)) as executor:  # it still waits for its own
         executor.execute(step())
+
+
+@pytest.mark.parametrize("said", [b"", b"\0\0"], ids=["nothing", "part of a message"])
+def test_a_connection_that_falls_silent_keeps_no_engine_from_its_rank(
+    start_rank, tiny_folder, worker_spec, said
+):
+    folder = tiny_folder()
+    _, address = start_rank(folder)
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port))) as stray:  # the rank accepts it first
+        stray.sendall(said)
+        with Executor(worker_spec(folder, pp=2), elsewhere=elsewhere(address)) as executor:
+            executor.execute(step())
+
+
+def test_a_silent_connection_does_not_hold_up_the_end_of_a_rank():
+    accepted = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = join_address(*listener.getsockname())
+        with socket.create_connection(listener.getsockname()):
+            thread = threading.Thread(
+                target=lambda: accepted.append(remote.accept(listener, KEY)), daemon=True
+            )
+            thread.start()
+            until(lambda: greeters() and timers(), what="the stranger's time limit")
+            assert all(each.daemon for each in greeters() + timers())
+            with remote.connect(address, KEY, WAIT_S) as ours:
+                thread.join(WAIT_S)
+                with accepted[0] as theirs:
+                    ours.send_bytes(b"served")
+                    assert theirs.recv_bytes() == b"served"
+    until(lambda: not greeters(), what="the end of the stranger's thread")
+
+
+def greeters():
+    return [each for each in threading.enumerate() if each.name == "kvferry-greet"]
+
+
+def timers():
+    return [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+
+
+@pytest.mark.parametrize(
+    ("said", "limit_s", "reason"),
+    [
+        (b"", 0.5, "TimeoutError"),
+        (b"\0\0", 0.5, "TimeoutError"),
+        (b"\0\0\0\5hello", WAIT_S, "AuthenticationError.*hello"),
+    ],
+    ids=["nothing", "part of a message", "another protocol"],
+)
+def test_an_engine_gives_up_what_does_not_prove_to_be_its_rank(
+    tiny_folder, worker_spec, said, limit_s, reason
+):
+    spec = worker_spec(tiny_folder(), pp=2, start_timeout_s=limit_s)
+    given_up = threading.Event()
+
+    def answer(server):
+        with server.accept()[0] as connection:
+            connection.sendall(said)
+            given_up.wait(WAIT_S)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer, args=(server,))
+        thread.start()
+        address = join_address(*server.getsockname())
+        try:
+            with pytest.raises(WorkerDiedError, match=f"rank 1 .* cannot be reached: {reason}"):
+                RankElsewhere(spec, 1, address, KEY)
+        finally:
+            given_up.set()
+            thread.join()
 
 
 def test_a_rank_on_another_host_gives_out_that_hosts_address(tiny_folder, worker_spec):
