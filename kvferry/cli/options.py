@@ -1,5 +1,6 @@
 """Options and arguments of several commands, and functions that read their values."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,10 +34,25 @@ Logs = Annotated[
     Path | None,
     typer.Option(help="Folder for one log per process.", show_default="a temporary one"),
 ]
+
+
+def _check_key(context: typer.Context, option: typer.CallbackParam, key: str | None) -> str | None:
+    """Refuses a key that no client can show, because an HTTP header cannot hold it."""
+    if key is None or re.fullmatch("[!-~]([ -~]*[!-~])?", key):
+        return key
+    source = context.get_parameter_source(option.name or "")
+    name = option.opts[0] if source is not None and source.name == "COMMANDLINE" else option.envvar
+    raise ConfigError(
+        f"{name}: clients show this key in an HTTP header, and no such header can hold this one; "
+        "write letters, digits and punctuation of ASCII, without spaces or line breaks at the ends"
+    )
+
+
 ApiKey = Annotated[
     str | None,
     typer.Option(
         envvar="KVFERRY_API_KEY",
+        callback=_check_key,
         help="Bearer token that clients must send. The router sends it to servers too.",
         show_default=False,
     ),
@@ -45,6 +61,7 @@ OperatorKey = Annotated[
     str | None,
     typer.Option(
         envvar="KVFERRY_OPERATOR_KEY",
+        callback=_check_key,
         help="Bearer token that allows changes to a router's engines.",
         show_default=False,
     ),

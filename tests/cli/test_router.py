@@ -62,6 +62,41 @@ def test_wrong_arguments_are_named(arguments, message):
     assert message in done.stderr
 
 
+@pytest.mark.parametrize("key", ["schlüssel", " spaces", "line\n", "", "\udcff"])
+@pytest.mark.parametrize(
+    ("command", "option", "variable"),
+    [
+        (("router", "--engines", "missing.toml"), "--api-key", "KVFERRY_API_KEY"),
+        (
+            ("router", "list", "--router", "http://127.0.0.1:9"),
+            "--operator-key",
+            "KVFERRY_OPERATOR_KEY",
+        ),
+        (("top", "--once", "http://127.0.0.1:9"), "--api-key", "KVFERRY_API_KEY"),
+        (("engine", "missing.toml", "d0"), "--operator-key", "KVFERRY_OPERATOR_KEY"),
+        (("serve", "missing.toml"), "--api-key", "KVFERRY_API_KEY"),
+    ],
+)
+def test_a_key_that_no_client_can_show_is_refused_at_the_start(
+    kvferry, monkeypatch, command, option, variable, key
+):
+    outcome = kvferry(*command, f"{option}={key}")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"kvferry: {option}: clients show this key in an HTTP header" in outcome.err
+    assert "write letters, digits and punctuation of ASCII" in outcome.err
+
+    if key:  # an empty variable is as good as none
+        monkeypatch.setenv(variable, key)
+        outcome = kvferry(*command)
+        assert (outcome.code, outcome.out) == (2, "")
+        assert f"kvferry: {variable}: clients show" in outcome.err
+
+
+def test_a_key_may_have_punctuation_and_spaces_inside(kvferry):
+    outcome = kvferry("serve", "missing.toml", "--api-key", "a b!~", "--operator-key", "x")
+    assert "missing.toml" in outcome.err
+
+
 @pytest.mark.parametrize("arguments", [(), ("--all-addresses",)])
 def test_a_router_that_can_never_have_a_server_is_refused(kvferry, monkeypatch, arguments):
     monkeypatch.delenv("KVFERRY_OPERATOR_KEY")
