@@ -1,6 +1,8 @@
 """``kvferry router list``, ``add``, ``remove`` and ``drain``."""
 
 import time
+from contextlib import suppress
+from ipaddress import IPv6Address
 from typing import Annotated, Any
 
 import msgspec
@@ -14,6 +16,7 @@ from kvferry.engine.admission import DrainState
 from kvferry.errors import KVFerryError, PeerLostError
 from kvferry.router.router_client import RouterClient
 from kvferry.serving.messages import EngineAddress, KVEventsPlace, Role
+from kvferry.zeromq import join_address, split_address
 
 POLL_S = 0.5
 """Seconds between two checks of a draining engine."""
@@ -23,8 +26,28 @@ RouterUrl = Annotated[
     str, typer.Option("--router", metavar="URL", envvar="KVFERRY_ROUTER", help="The router's URL.")
 ]
 EngineRole = Annotated[Role, typer.Argument(help="The engine's role for this router.")]
+
+
+def router_name(name: str) -> str:
+    """The router's name of an engine; an IPv6 address with a port gets the brackets of the URL.
+
+    >>> router_name("fd77::5:8200")
+    '[fd77::5]:8200'
+    """
+    with suppress(ValueError):  # any other name
+        host, port = split_address(name)
+        if not name.startswith("["):
+            return join_address(str(IPv6Address(host)), port)
+    return name
+
+
 EngineName = Annotated[
-    str, typer.Argument(help="The engine's name in `kvferry router list`.", show_default=False)
+    str,
+    typer.Argument(
+        help="The engine's name in `kvferry router list`.",
+        callback=router_name,
+        show_default=False,
+    ),
 ]
 
 

@@ -186,6 +186,41 @@ def test_mistakes_about_engines_are_named(running, arguments, message):
     assert message in " ".join(done.stderr.replace("│", " ").split())
 
 
+@pytest.mark.parametrize(
+    ("written", "asked"),
+    [
+        ("fd00::a:1:8200", "[fd00::a:1]:8200"),  # "$POD_IP:8200" of the manifests
+        ("[fd00:0::1]:8200", "[fd00:0::1]:8200"),  # as in the URL
+        ("10.0.0.1:8200", "10.0.0.1:8200"),
+        ("a:80:8200", "a:80:8200"),
+        ("d0", "d0"),
+    ],
+)
+@pytest.mark.parametrize("command", ["drain", "remove"])
+def test_an_ipv6_address_with_a_port_names_the_engine_behind_it(
+    kvferry, monkeypatch, command, written, asked
+):
+    told = []
+
+    class Client:
+        def __init__(self, *_):
+            pass
+
+        def drain(self, role, name):
+            told.append((role, name))
+            return {"state": "drained"}
+
+        def delete(self, role, name):
+            told.append((role, name))
+            return {"outstanding": 0, "lent": 0}
+
+    monkeypatch.setattr(members, "RouterClient", Client)
+    outcome = kvferry("router", command, "decode", written)
+    assert outcome.code == 0, outcome.err
+    assert set(told) == {("decode", asked)}
+    assert f"decode engine {asked} " in outcome.out
+
+
 def test_a_router_that_is_not_there_is_named():
     done = subprocess.run(
         [*COMMAND, "list", "--router", "http://127.0.0.1:9"],
