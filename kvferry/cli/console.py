@@ -20,9 +20,10 @@ PIPE_WIDTH = 120
 
 def make_console() -> Console:
     """The console of a command's ordinary output."""
-    console = Console(highlight=False)
+    # With emojis, parts of IPv6 addresses such as ":b:" would be shown as pictures.
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal and console.width < PIPE_WIDTH:
-        return Console(highlight=False, width=PIPE_WIDTH)
+        console.width = PIPE_WIDTH
     return console
 
 

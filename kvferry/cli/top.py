@@ -55,7 +55,7 @@ def top(
         else:
             make_console().print(picture(snapshot))
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     snapshots = client.watch()
     first = next(snapshots)
     with (

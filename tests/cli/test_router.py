@@ -193,6 +193,7 @@ def test_mistakes_about_engines_are_named(running, arguments, message):
         ("[fd00:0::1]:8200", "[fd00:0::1]:8200"),  # as in the URL
         ("10.0.0.1:8200", "10.0.0.1:8200"),
         ("a:80:8200", "a:80:8200"),
+        ("[fd00:b::1]:8200", "[fd00:b::1]:8200"),  # in which rich sees an emoji
         ("d0", "d0"),
     ],
 )
