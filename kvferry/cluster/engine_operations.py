@@ -22,7 +22,7 @@ from starlette.responses import Response
 from kvferry.config import shown
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.weights import prepare_model
-from kvferry.errors import EngineError, KVFerryError, ModelError, WorkerDiedError
+from kvferry.errors import EngineError, HostError, KVFerryError, ModelError, WorkerDiedError
 from kvferry.serving import web
 from kvferry.serving.openai import ApiError, parse_body
 
@@ -98,7 +98,7 @@ class EngineOperations:
             )
         except ModelError as error:
             raise ApiError(400, str(error), code=type(error).__name__) from error
-        except WorkerDiedError as error:
+        except (WorkerDiedError, HostError) as error:
             raise unavailable(error) from error
         except EngineError as error:
             raise ApiError(409, str(error), code=type(error).__name__) from error

@@ -276,8 +276,9 @@ def model_shape(
         HostError: the converted model cannot be written.
     """
     path = Path(model.source) / CONFIG_FILE
-    if path.is_file():
-        return parse_config(read_json(path), str(path))
+    with contextlib.suppress(OSError):  # a source that cannot be looked at; convert() names it
+        if path.is_file():
+            return parse_config(read_json(path), str(path))
     if model.source in TINY_MODELS:
         from kvferry.engine.weights_sources import open_source  # imports torch, which is slow
 

@@ -5,17 +5,21 @@ transformers' names, so other tools can read such a folder as an ordinary model 
 """
 
 import hashlib
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from kvferry.cache.cache_shape import CacheShape, LayerHeads
+from kvferry.config import shown
 from kvferry.decoding import decoder_for
 from kvferry.errors import ModelError
 
 #: Fields without influence on the KV: special tokens, and the maximum length.
 _OUTSIDE_DIGEST = frozenset({"bos_token_id", "eos_token_id", "max_position_embeddings"})
+
+T = TypeVar("T")
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -253,6 +257,17 @@ SUPPORTED_ARCHITECTURES: Mapping[str, str] = {
 }
 
 
+class _Given(msgspec.Struct, frozen=True):
+    """The fields of a ``config.json`` from which the fields of a config are derived."""
+
+    architectures: tuple[str, ...] | None = None
+    model_type: str | None = None
+    layer_types: tuple[str, ...] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: float | None = None
+
+
 def parse_config(values: Mapping[str, Any], where: str) -> DecoderConfig:
     """Builds the config from the contents of a transformers ``config.json``.
 
@@ -262,16 +277,18 @@ def parse_config(values: Mapping[str, Any], where: str) -> DecoderConfig:
         where: place of the file, for error messages.
 
     Raises:
-        ModelError: another architecture, or a setting that this engine does not support.
+        ModelError: another architecture, a setting that this engine does not support, or a field
+            with a wrong value.
     """
-    model_type = _model_type(values, where)
+    raw = _convert(values, _Given, where)
+    model_type = _model_type(raw, where)
     _check_settings(values, model_type, where)
-    fields = dict(values) | {"rope_parameters": _rope(values, where)}
+    fields = dict(values) | {"rope_parameters": _rope(raw, where)}
     if isinstance(values.get("eos_token_id"), int):
         fields["eos_token_id"] = (values["eos_token_id"],)
     kind: type[DecoderConfig] = DeepseekConfig
     if model_type != "deepseek_v2":
-        kind = _fill_llama(fields, model_type)
+        kind = _fill_llama(fields, raw.layer_types, model_type)
     # ``null`` means the default, and each class sets its own architecture.
     given = {
         name: fields[name]
@@ -279,15 +296,22 @@ def parse_config(values: Mapping[str, Any], where: str) -> DecoderConfig:
         if name in fields and name not in ("model_type", "architectures")
         if fields[name] is not None or name == "q_lora_rank"
     }
+    return _convert(given, kind, where)
+
+
+def _convert(values: Mapping[str, Any], kind: type[T], where: str) -> T:
     decoder_for(kind)  # from here on, the threads of several ranks may convert at once
     try:
-        return msgspec.convert(given, kind, strict=True)
+        return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise ModelError(f"{where}: {error}") from error
+        text = str(error)
+        if field := re.search(r"`\$\.(\w+)", text):
+            text = f"{field[1]} is {shown(values[field[1]])}: {text}; correct this field"
+        raise ModelError(f"{where}: {text}") from error
 
 
-def _model_type(values: Mapping[str, Any], where: str) -> str:
-    named = values.get("architectures") or []
+def _model_type(raw: _Given, where: str) -> str:
+    named = raw.architectures or ()
     for architecture, model_type in SUPPORTED_ARCHITECTURES.items():
         if architecture in named:
             return model_type
@@ -296,7 +320,7 @@ def _model_type(values: Mapping[str, Any], where: str) -> str:
             f"{where}: architecture {', '.join(named)} is not supported; "
             f"this engine computes {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    model_type = str(values.get("model_type"))
+    model_type = raw.model_type or ""
     if model_type not in SUPPORTED_ARCHITECTURES.values():
         raise ModelError(
             f"{where}: names no architecture, and model_type {model_type!r} is none of "
@@ -317,30 +341,32 @@ def _check_settings(values: Mapping[str, Any], model_type: str, where: str) -> N
             )
 
 
-def _fill_llama(fields: dict[str, Any], model_type: str) -> type[DecoderConfig]:
+def _fill_llama(
+    fields: dict[str, Any], types: tuple[str, ...] | None, model_type: str
+) -> type[DecoderConfig]:
     """Adds the values that transformers derives, in place; returns the matching class."""
     heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
     if fields.get("num_key_value_heads") is None:
         fields["num_key_value_heads"] = heads
     if fields.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int):
         fields["head_dim"] = hidden // max(heads, 1)
-    layers, types = fields.get("num_hidden_layers"), fields.get("layer_types")
+    layers = fields.get("num_hidden_layers")
     # Only Ministral has layers of several kinds; in Mistral, all layers are equal.
     if (types is None or model_type == "mistral") and isinstance(layers, int):
-        types = ["sliding_attention"] * layers
+        types = ("sliding_attention",) * layers
     if fields.get("sliding_window") is None or not types or set(types) == {"full_attention"}:
         return LlamaConfig
     fields["layer_types"] = types
     return MinistralConfig
 
 
-def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _rope(raw: _Given, where: str) -> dict[str, Any]:
     """The rope settings under their current names; older releases spread them over two keys."""
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    given = raw.rope_parameters or raw.rope_scaling or {}
     rope = {key: value for key, value in given.items() if value is not None}
     legacy_type = rope.pop("type", "default")
     rope.setdefault("rope_type", legacy_type)
-    rope.setdefault("rope_theta", values.get("rope_theta") or 10000.0)
+    rope.setdefault("rope_theta", raw.rope_theta or 10000.0)
     if rope["rope_type"] not in ("default", "llama3"):
         raise ModelError(
             f"{where}: rope_type {rope['rope_type']!r} is not supported; "
@@ -350,7 +376,7 @@ def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     unknown = sorted(set(rope) - set(known))
     if unknown:
         raise ModelError(f"{where}: rope settings {', '.join(unknown)} are not supported")
-    floats = {key: float(rope[key]) for key in rope if key not in ("rope_type",)}
-    if "original_max_position_embeddings" in floats:
-        floats["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
-    return {**floats, "rope_type": rope["rope_type"]}
+    length = rope.get("original_max_position_embeddings")
+    if isinstance(length, float) and length.is_integer():
+        rope["original_max_position_embeddings"] = int(length)
+    return rope

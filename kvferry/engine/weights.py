@@ -10,12 +10,13 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvferry.config import shown
 from kvferry.engine.model_config import DecoderConfig, parse_config
 from kvferry.engine.weights_folder import (
     CONFIG_FILE,
@@ -35,6 +36,9 @@ DIGESTS_FILE = "digests.json"
 
 #: Part of every folder's key; a higher number makes all sources convert again.
 _FORMAT = 1
+
+#: Characters of a model's name in the name of its folder; a file system allows 255 bytes in all.
+_NAME_CHARACTERS = 50
 
 
 class FolderDigests(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,16 +95,26 @@ def prepare_model(
         ModelError: the source is missing or incomplete, or has an unsupported architecture.
         HostError: the model is not converted yet, and the folder for it cannot be written.
     """
-    if (Path(source) / DIGESTS_FILE).is_file():
-        return Path(source)
-    # Imports torch, which a process with a converted folder does not need.
-    from kvferry.engine.weights_sources import open_source
+    try:
+        if (Path(source) / DIGESTS_FILE).is_file():
+            return Path(source)
+        # Imports torch, which a process with a converted folder does not need.
+        from kvferry.engine.weights_sources import open_source
 
-    progress("looking at the model's files", 0.0)
-    opened = open_source(source, tiny)
+        progress("looking at the model's files", 0.0)
+        opened = open_source(source, tiny)
+        name = f"{opened.name[:_NAME_CHARACTERS]}-{_key(opened)}"
+    except OSError as error:
+        raise ModelError(
+            f"model source {shown(str(source))}: {error.strerror}; name a folder or a GGUF file "
+            "that this user can read"
+        ) from error
     root = (cache or cache_dir()) / "models"
-    folder = root / f"{opened.name}-{_key(opened)}"
-    if not folder.is_dir():
+    folder = root / name
+    is_converted = False
+    with suppress(OSError):  # this user may not look there; the lock then says what to do
+        is_converted = folder.is_dir()
+    if not is_converted:
         with _locked(root / f".{folder.name}.lock"):
             if not folder.is_dir():
                 _convert(opened, folder, progress)

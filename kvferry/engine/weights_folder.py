@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from kvferry.decoding import UNDECODED
 from kvferry.errors import ModelError
 
 CONFIG_FILE = "config.json"
@@ -70,5 +71,5 @@ def read_json(path: Path) -> dict[str, object]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except UNDECODED as error:
         raise ModelError(f"{path}: {error}") from error

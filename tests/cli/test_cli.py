@@ -148,6 +148,12 @@ def test_a_layout_that_does_not_exist_names_the_engine(kvferry, cluster_file):
 # ---- plan -------------------------------------------------------------------------------------
 
 
+def test_plan_names_a_source_that_cannot_be_looked_at(kvferry, cluster_file):
+    outcome = kvferry("plan", cluster_file(('source = "tiny"', f'source = "{"a" * 5000}"')))
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "File name too long; name a folder or a GGUF file" in outcome.err
+
+
 def test_plan_covers_every_layer_and_head_of_every_decode_rank(kvferry, cluster_file):
     outcome = kvferry("plan", cluster_file(), "--tokens", "100", "--json")
 

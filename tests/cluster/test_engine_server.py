@@ -412,6 +412,22 @@ def test_weights_that_an_engine_cannot_take_are_refused_by_name(served, tmp_path
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "EngineError")
 
 
+@pytest.mark.parametrize(
+    ("source", "cache", "status", "code"),
+    [
+        ("a" * 5000, "", 400, "ModelError"),
+        ("a\0b", "", 400, "ModelError"),
+        ("tiny", "/dev/null", 503, "HostError"),
+    ],
+)
+def test_weights_that_cannot_be_read_or_kept_are_no_internal_error(
+    served, monkeypatch, source, cache, status, code
+):
+    monkeypatch.setenv("KVFERRY_CACHE", cache)
+    refused = served.client.post("/kvferry/weights", json={"source": source})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
+
+
 def test_an_engine_that_loses_a_rank_while_it_takes_weights_is_unavailable(served, monkeypatch):
     def load_weights(engine, folder):
         raise WorkerDiedError("rank 1 of engine 'e' ended with exit code 1")

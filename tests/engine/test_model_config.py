@@ -109,6 +109,48 @@ def test_what_is_not_computed_is_refused(values, message):
         parse_config(values, "here")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("rope_theta", "big", "float"),
+        ("rope_theta", True, "float"),
+        pytest.param("rope_theta", 10**400, "out of range", id="rope_theta-huge"),
+        ("rope_scaling", "linear", "object"),
+        ("rope_parameters", ["default"], "object"),
+        ("rope_parameters", {"rope_theta": "big"}, "float"),
+        ("architectures", 5, "array"),
+        ("architectures", [5], "str"),
+        ("architectures", "MinistralForCausalLM", "array"),
+        ("layer_types", [["x"]], "str"),
+        ("layer_types", 4, "array"),
+        ("sliding_window", [8], "int"),
+        ("num_attention_heads", "4", "int"),
+        ("eos_token_id", True, "int"),
+    ],
+)
+def test_a_value_of_another_type_is_named_with_its_field(field, value, expected):
+    with pytest.raises(ModelError) as refused:
+        parse_config(MINISTRAL | {field: value}, "here")
+    text = str(refused.value)
+    assert text.startswith(f"here: {field} is ")
+    assert expected in text
+    assert text.endswith("; correct this field")
+
+
+def test_the_length_of_a_scaled_rope_may_be_written_with_a_point():
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500,
+        "factor": 8,
+        "low_freq_factor": 1,
+        "high_freq_factor": 4,
+        "original_max_position_embeddings": 32.0,
+    }
+    whole = rope | {"factor": 8.0, "original_max_position_embeddings": 32}
+    configs = [parse_config(MISTRAL | {"rope_parameters": each}, "here") for each in (rope, whole)]
+    assert configs[0].digest() == configs[1].digest()
+
+
 def test_windows_shape_the_fingerprint(tmp_path):
     made = [
         prepare_model("tiny", tiny=TinyConfig(sliding_window=window), cache=tmp_path)

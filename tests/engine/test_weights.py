@@ -209,6 +209,31 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_variable(monkeypatch)
         prepare_model("tiny")
 
 
+def test_a_folder_that_cannot_be_looked_at_is_named_with_the_variable(monkeypatch):
+    monkeypatch.setenv("KVFERRY_CACHE", f"/tmp/{'x' * 300}")
+    with pytest.raises(HostError, match=r"x/models: .*File name too long; set KVFERRY_CACHE"):
+        prepare_model("tiny")
+
+
+def test_a_source_whose_name_is_too_long_is_refused(cache):
+    with pytest.raises(ModelError, match=r"model source 'aaa.*: File name too long; name a folder"):
+        prepare_model("a" * 5000, cache=cache)
+
+
+def test_a_model_of_a_long_name_is_converted(source, cache):
+    folder = source()
+    long = folder.rename(folder.with_name("ü" * 120))
+    assert prepare_model(long, cache=cache).name.startswith("ü" * 50 + "-")
+
+
+@pytest.mark.parametrize("text", [b'{"a": "\xff"}', b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}"])
+def test_a_config_that_is_no_json_is_refused(source, cache, text):
+    folder = source()
+    (folder / "config.json").write_bytes(text)
+    with pytest.raises(ModelError, match=r"config\.json: "):
+        prepare_model(folder, cache=cache)
+
+
 def test_a_disk_that_is_full_is_an_error_with_the_file(monkeypatch, cache):
     def full(*_arguments, **_options):
         raise SafetensorError("No space left on device")
