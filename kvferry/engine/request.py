@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvferry.cache import KVCacheManager, Request
-from kvferry.config import LoadFailurePolicy, parse_struct
+from kvferry.config import LoadFailurePolicy, parse_struct, shown
 from kvferry.engine.messages import EngineOutput, RequestTimings, SamplingParams
 from kvferry.errors import ConfigError, OutOfBlocksError, RequestError
 
@@ -216,10 +216,13 @@ def check_request(
         manager: the manager of the engine's blocks.
 
     Raises:
-        RequestError: token ids outside the vocabulary, or sampling parameters out of range.
+        RequestError: an id or a cache salt that is no text in UTF-8, token ids outside the
+            vocabulary, or sampling parameters out of range.
         OutOfBlocksError: the prompt exceeds ``max_model_len``, or prompt and answer together
             need more blocks at once than the whole pool has.
     """
+    _check_text("request_id", request.request_id)
+    _check_text("cache_salt", request.cache_salt or "")
     _check_token_ids(request.prompt_token_ids, options.vocab_size)
     _check_sampling(request.sampling)
     num_prompt = request.num_prompt_tokens
@@ -237,6 +240,16 @@ def check_request(
             f"prompt and answer of up to {longest} tokens need {needed} KV blocks, the whole pool "
             f"has {usable_blocks}; shorten the prompt, lower max_tokens or raise num_blocks"
         )
+
+
+def _check_text(name: str, text: object) -> None:
+    # A step that names this request could not be sent, and the hash of its blocks not be computed.
+    try:
+        msgspec.convert(text, str).encode()
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise RequestError(
+            f"{name}: {shown(text)} is no text in UTF-8: {error}; give text without surrogates"
+        ) from error
 
 
 def _check_token_ids(token_ids: Sequence[int], vocab_size: int | None) -> None:

@@ -214,6 +214,23 @@ def test_what_can_never_end_well_is_refused_with_both_numbers(ids, sampling, err
     assert done.token_ids == reference_tokens(prompt(4), 2, VOCAB)
 
 
+@pytest.mark.parametrize(
+    ("request_id", "salt", "message"),
+    [
+        ("r\ud800", None, r"request_id: 'r\\ud800' is no text in UTF-8"),
+        (b"r", None, "request_id: b'r' is no text"),
+        ("r", "s\udcff", r"cache_salt: 's\\udcff' is no text in UTF-8"),
+    ],
+)
+def test_an_id_or_a_salt_that_is_no_text_in_utf_8_is_refused(request_id, salt, message):
+    engine, _, _ = open_simulated(SchedulerOptions())
+    with pytest.raises(RequestError, match=message):
+        engine.add_request(request_id, prompt(4), cache_salt=salt)
+    assert not engine.has_work()
+    (done,) = engine.generate([prompt(4)], SamplingParams(max_tokens=2))
+    assert done.token_ids == reference_tokens(prompt(4), 2, VOCAB)
+
+
 def test_the_largest_request_that_fits_the_pool_runs_alone_in_it():
     engine, _, _ = open_simulated(SchedulerOptions(), num_blocks=10)
     # 9 blocks hold 36 tokens; the 37th is drawn and never computed.
