@@ -242,6 +242,10 @@ class TestClusterConfig:
             ),
             ({"prefill": [engine("p", "kv_producer", port=-1)]}, "port: -1 is not a TCP port"),
             ({"prefill": [engine("p", "kv_producer", device="gpu")]}, "device is 'gpu': write cpu"),
+            (
+                {"router": {"host": ""}},
+                "[router]: host: '' is no address; name one of this machine's, or write 0.0.0.0",
+            ),
             ({"router": {"port": 65536}}, "[router]: port: 65536 is not a TCP port"),
             ({"router": {"request_timeout_s": 0}}, "request_timeout_s: 0.0 is not a number of s"),
             (

@@ -15,6 +15,7 @@ from kvferry.cli import members
 from kvferry.cli.console import make_console
 from kvferry.cli.options import ApiKey, Keys, OperatorKey, load_keys
 from kvferry.config import AtOnce, DecodeOnly, RouteBy
+from kvferry.config.cluster import HOST_REMEDY
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.errors import ConfigError
 from kvferry.router.answer import TextCodec
@@ -237,6 +238,8 @@ def route(
             "no certificate is checked, so leave out --tls-ca and --tls-server-name",
             param_hint="--tls-no-check",
         )
+    if not host:
+        raise typer.BadParameter(f"'' is no address; {HOST_REMEDY}", param_hint="--host")
     tls = Tls(ca=str(tls_ca or ""), server_name=tls_server_name, checks=not tls_no_check)
     tls.context()  # a mistake shows now
     key = _key(cluster_key_file)

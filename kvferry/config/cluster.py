@@ -295,6 +295,9 @@ RouteBy: TypeAlias = Literal["cost", "requests"]
 AtOnce: TypeAlias = Literal["never", "auto", "always"]
 """When a router sends a prompt to a prefill and a decode engine at the same time."""
 
+HOST_REMEDY = "name one of this machine's, or write 0.0.0.0 for all of them"
+"""Advice for a router that has no address to listen on."""
+
 MOST_WORKERS = 64
 """Maximum number of worker processes of a router."""
 
@@ -347,6 +350,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_port("port", self.port)
+        if not self.host:
+            raise ValueError(f"host: '' is no address; {HOST_REMEDY}")
         for field in ("request_timeout_s", "idle_timeout_s", "outstanding_timeout_s"):
             if not getattr(self, field) > 0:
                 raise ValueError(

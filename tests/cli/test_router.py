@@ -51,6 +51,7 @@ def test_it_serves_until_ctrl_c_and_says_which_servers_are_down(workers):
         (["--prefill", "http://a", "--control", "a:1", "--control", "b:1"], "2 control channels"),
         (["--prefill", "http://a", "--control", "14579"], "'14579' is not host:port"),
         (["--all-addresses", "--prefill", "http://a", "--control", "a:1"], "several servers"),
+        (["--host", "", "--engines", "missing.toml"], "'' is no address"),
         (["--workers", "65"], "less than or equal to 64"),
         (["--cluster-key-file=missing.key"], "cannot be read"),
     ],
