@@ -27,11 +27,11 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ROOMS: dict[str, int] = {
     "(base)": 572,
     "benchmarks": 6879,
-    "cache": 2387,
+    "cache": 2390,
     "cli": 3338,
     "cluster": 1438,
-    "config": 428,
-    "connectors": 4617,
+    "config": 435,
+    "connectors": 4622,
     "control": 2961,
     "engine": 3747,
     "explain": 1728,
@@ -41,7 +41,7 @@ ROOMS: dict[str, int] = {
     "router": 5579,
     "serving": 1174,
     "testing": 3970,
-    "topology": 2203,
+    "topology": 2208,
     "transports": 6117,
 }
 """Room → lines of code: no blank lines, comments and docstrings."""
