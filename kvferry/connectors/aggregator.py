@@ -7,7 +7,7 @@ A request is finished when each expected rank has reported the request. A rank i
 
 import copy
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -147,16 +147,23 @@ class KVOutputAggregator:
         result.kv_connector_output = joined
         return result
 
-    def join(self, reports: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:
+    def join(
+        self, reports: Sequence[KVConnectorOutput | None], ends: Collection[str] = ()
+    ) -> KVConnectorOutput:
         """Joins the reports of one step, by rank; ``None`` stands for a rank without a report.
 
         - ``finished_sending`` and ``finished_recving`` hold the requests completed by this step.
-        - ``failed_recving`` holds the requests of ``finished_recving`` that failed on any rank.
+        - ``failed_recving`` holds the requests of ``finished_recving`` that failed on any rank, and
+          those of ``ends``.
         - ``invalid_block_ids`` are united at once: never later than their request is finished.
         - Stats, gauges and progress are added; events and records are concatenated by rank, and the
           ``written`` maps of the ranks are united.
         - ``expected_finished_count`` is set if the number changed. Reports are read by rank; a
           change holds for requests first reported by the same report or a later report.
+
+        Args:
+            reports: the report of each rank, by rank.
+            ends: requests whose load ends with this step, whatever the ranks have reported.
 
         Raises:
             ValueError: more reports than the engine has ranks.
@@ -177,9 +184,13 @@ class KVOutputAggregator:
             )
             self._failed.update(report.failed_recving or ())
             _add(joined, report)
-        joined.failed_recving = self._failed & joined.finished_recving
+        joined.failed_recving = self._failed & joined.finished_recving.union(ends)
         # A failure reported after the end of the request is a late report.
-        self._failed = {failed for failed in self._failed if failed not in self._recving.finished}
+        self._failed = {
+            failed
+            for failed in self._failed - joined.failed_recving
+            if failed not in self._recving.finished
+        }
         if self._expected != before:
             joined.expected_finished_count = self._expected
         return joined

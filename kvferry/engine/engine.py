@@ -214,7 +214,8 @@ class Engine(Closing):
             self._aggregator.forget(request_id)
         ranks = self._execute(output)
         report = self._aggregator.join(
-            [None if rank is None else rank.kv_connector_output for rank in ranks]
+            [None if rank is None else rank.kv_connector_output for rank in ranks],
+            self.scheduler.transfers.ending,
         )
         self._note(report)
         if any(rank is None for rank in ranks):

@@ -128,6 +128,11 @@ class KVTransfers:
             return None
         return msgspec.msgpack.encode(self._connector.build_connector_meta(output))
 
+    @property
+    def ending(self) -> list[str]:
+        """Requests whose load ends with the step that computes them."""
+        return [name for name, request in self._loads.items() if not request.load.is_async]
+
     def receive(self, output: KVConnectorOutput) -> list[EngineRequest]:
         """Applies the joined report of a step: frees returned blocks, and caches loaded blocks.
 
@@ -138,7 +143,7 @@ class KVTransfers:
             return []
         self._connector.update_connector_output(output)
         self._note_failures(output.transfer_records, output.invalid_block_ids)
-        in_step = [name for name, request in self._loads.items() if not request.load.is_async]
+        in_step = self.ending
         ended = []
         for name in [*in_step, *sorted(output.finished_recving.difference(in_step))]:
             if name in self._loads:

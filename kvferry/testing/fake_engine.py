@@ -222,7 +222,8 @@ class FakeEngine:
         self.during_step()
         wire = msgspec.msgpack.encode(metadata)
         reports = [rank.run(wire, schedule, self.requests) for rank in self.ranks]
-        self._receive(self._aggregator.join(reports))
+        ending = [each.request_id for each in computing if each.loads_in_step]
+        self._receive(self._aggregator.join(reports, ending))
         for request in computing:
             if request.stage is Stage.COMPUTING:
                 self._computed(request, ends[request.request_id])
@@ -304,11 +305,8 @@ class FakeEngine:
         self.scheduler.update_state_after_alloc(request, request, tokens)
         if tokens:  # it may be the second load of this request, after a preemption
             self._forget_reports(request.request_id)
-        if load_async:
-            request.stage = Stage.LOADING
-        else:
-            request.num_computed_tokens += tokens
-            request.stage = Stage.COMPUTING
+        request.stage = Stage.LOADING if load_async else Stage.COMPUTING
+        request.num_computed_tokens += 0 if load_async else tokens
 
     def _lend_cached(self, request: FakeRequest) -> None:
         """Ends a request with the blocks of the local hit, which stand for earlier computed

@@ -126,6 +126,12 @@ class TestFailed:
         assert aggregator.waiting_for("a") == {0}
         assert joined(aggregator, received("a"), received()).failed_recving == {"a"}
 
+    def test_a_failure_of_a_load_that_ends_with_the_step_counts_on_any_rank_at_once(self):
+        aggregator = KVOutputAggregator(2)
+        reports = [KVConnectorOutput(failed_recving={"a", "b"}), KVConnectorOutput()]
+        assert aggregator.join(reports, ["a"]).failed_recving == {"a"}
+        assert joined(aggregator, received("a", "b"), received("a", "b")).failed_recving == {"b"}
+
     def test_a_failure_reported_after_the_end_changes_nothing(self):
         aggregator = KVOutputAggregator(2, expected=1)
         joined(aggregator, received("a"), received())

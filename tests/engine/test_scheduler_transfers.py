@@ -425,6 +425,27 @@ def test_double_and_unknown_reports_change_nothing_and_are_logged_once(caplog):
         assert sum(name in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_load_within_a_step_that_fails_on_one_rank_is_never_taken_for_a_success(world_size):
+    engine, executor, _ = opened("recompute", world_size=world_size)
+    script = {"external": 18, "load_async": False, "valid": 0, "report_blocks": False}
+    add(engine, "r", prompt(18), max_tokens=1, **script)
+    execute = executor.execute
+
+    def on_one_rank(step):
+        first, *others = ranks = execute(step)
+        first.kv_connector_output.finished_recving.clear()
+        for each in others:
+            each.kv_connector_output.finished_recving.clear()
+            each.kv_connector_output.failed_recving.clear()
+        return ranks
+
+    executor.execute = on_one_rank
+    tokens, _ = drain(engine)
+    assert tokens["r"] == reference_tokens(prompt(18), 1, VOCAB)
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("repeat", [1, 3])
 def test_repeated_reports_of_the_ranks_change_nothing(repeat):
     engine, _, _ = opened(world_size=2)
