@@ -228,8 +228,10 @@ OF_MESSAGES = {
 def test_a_copy_of_messages_is_taken_exactly_where_the_body_is():
     counts = {True: 0, False: 0}
     least = {"model": "m", "messages": [{"role": "user", "content": "?"}], "max_tokens": 2000}
+    # Releases before 0.31 do not read `thinking`: they take budgets that newer ones refuse.
+    known = [name for name in OF_MESSAGES if name in AnthropicMessagesRequest.model_fields]
     for count in range(4):
-        for names in itertools.combinations(OF_MESSAGES, count):
+        for names in itertools.combinations(known, count):
             for values in itertools.product(*(OF_MESSAGES[name] for name in names)):
                 body = least | dict(zip(names, values, strict=True))
                 made, expected = APIS[MESSAGES].copy(body), is_of(AnthropicMessagesRequest, body)
@@ -240,7 +242,7 @@ def test_a_copy_of_messages_is_taken_exactly_where_the_body_is():
                     lends = {**made, "kv_transfer_params": REMOTE_DECODE}
                     assert is_of(AnthropicMessagesRequest, lends) is expected, body
                 counts[expected] += 1
-    assert min(counts.values()) > 500
+    assert min(counts.values()) > 300
 
 
 # ---- responses -----------------------------------------------------------------------------------
