@@ -291,6 +291,7 @@ class HandOver:
             try:
                 await asyncio.wait((computing, beginning), return_when=asyncio.FIRST_COMPLETED)
                 first: Sequence[Told] = ()
+                is_over = False
                 if beginning.done():
                     await beginning  # raises the error of the decode engine
                 else:
@@ -299,11 +300,13 @@ class HandOver:
                     except ApiError as error:
                         request.failed(prefill, error, lent)
                         raise StartAgainError from error
+                    # Read here: a reply of the decode engine may end the answer from now on.
+                    is_over = request.is_over
                 borrowed.fetched()
                 loan.give_back()
                 for reply in first:
                     yield reply
-                if request.is_over:
+                if is_over:
                     return
                 told = await beginning
                 while told is not None:

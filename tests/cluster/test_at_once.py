@@ -190,6 +190,17 @@ def test_an_answer_of_one_token_ends_the_decode_engines_work_and_gives_back(at_o
     assert back["transfer"] == setup.decode[0].bodies[0]["kv_transfer_params"]["transfer"]
 
 
+def test_an_answer_of_one_token_may_come_from_the_decode_engine_first(at_once, clients):
+    setup = at_once()
+    setup.says("", eos=True)
+    setup.decode[0].hang = setup.prefill[0].hang = True
+    answer = clients.submit(setup.complete, max_tokens=5)
+    until(lambda: setup.prefill[0].bodies)
+    setup.decode[0].release.set()
+    assert text_of(answer.result(WAIT_S)) == ""
+    assert setup.prefill[0].aborted.wait(WAIT_S)
+
+
 def test_where_the_decode_engine_draws_another_first_token_all_goes_on_from_the_one_told(at_once):
     setup = at_once()
     (decode,) = setup.decode
