@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "integrations": 4909,
     "layouts": 3654,
     "observe": 610,
-    "router": 5581,
+    "router": 5582,
     "serving": 1174,
     "testing": 3968,
     "topology": 2208,

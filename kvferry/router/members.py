@@ -368,7 +368,8 @@ class Members:
             others = pool.dispensable or pool.fit((engine,))
             if engine.status.down_s >= pool.outstanding_timeout_s and others:
                 engine.give_up()
-            if engine.told.tells_of_draining and engine.status.lives and not self._follows:
+            is_here = engine in pool.engines and not self._follows
+            if is_here and engine.told.tells_of_draining and engine.status.lives:
                 await engine.health.remind()
             await asyncio.sleep(health.PROBE_INTERVAL_S)
 

@@ -298,6 +298,25 @@ def test_an_engine_that_is_forgotten_ends_what_it_works_on(setup):
         assert waiting.result().json()["choices"][0]["text"] == "Hello"
 
 
+def test_a_forgotten_engine_is_not_told_to_drain(setup):
+    """Another router may use it, and this one may get it back."""
+    (engine,) = setup.decode
+    engine.tells, engine.hang = {"drain": None}, True
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(setup.complete, max_tokens=5)
+        until(lambda: engine.bodies)
+        seen = engine.probes.total()
+        until(lambda: engine.probes.total() > seen + 1)  # it has told that it can drain
+        setup.client.delete(f"/kvferry/engines/decode/{engine.name}")
+        seen = engine.probes.total()
+        until(lambda: engine.probes.total() > seen + 2)
+        engine.release.set()
+        waiting.result()
+    assert engine.tells == {"drain": None}
+    put(setup, "decode", engine.name, engine.url)
+    until(lambda: state(setup, engine.name) == "ready")
+
+
 def test_a_forgotten_engine_that_dies_does_not_keep_its_requests_for_ever(make_setup):
     setup = make_setup(decode=2, outstanding_timeout_s=0.2)
     dying, other = setup.decode
