@@ -333,7 +333,7 @@ class EventStream(Response):
         # Not a part of the generator: a generator that was never started runs no clean-up.
         self._on_end, self._failed = on_end, failed
         self._last: bytes | None = None
-        """The bytes of events that were sent last; ``None`` before the head was sent."""
+        """The last bytes of the events that were sent; ``None`` before the head was sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs as an ASGI application."""
@@ -362,9 +362,12 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-                self._last = event
+                self._last = ((self._last or b"") + event)[-_MOST_LAST:]
 
 
+_MOST_LAST = 16 << 10
+"""Number of last bytes of a stream that are kept. A stream that fails may end with no bytes of an
+event, or with a part of an event."""
 _SEQUENCE = re.compile(rb'"sequence_number":\s*(\d+)')
 """Pattern of an event's number in a stream of a response."""
 

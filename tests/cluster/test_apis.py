@@ -16,7 +16,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvferry.router.router import Router
+from kvferry.serving import web
 from kvferry.serving.messages import EngineAddress, Role, RouterSettings
+from kvferry.serving.openai import ApiError
 from kvferry.testing.waiting import WAIT_S, until
 from tests.cluster.conftest import leave_path
 
@@ -454,6 +456,30 @@ def test_a_stream_that_breaks_off_within_the_answer_ends_with_an_error_of_its_fo
     assert "decode" in (told.get("error") or told)["message"]
     assert told.get("type") == ("error" if form.is_named else None)
     assert error.endswith(form.last)
+
+
+@pytest.mark.parametrize("rest", [b"", b'event: response.completed\ndata: {"typ'])
+def test_the_number_of_an_error_event_follows_that_of_the_last_event_with_a_number(rest):
+    """The bytes that were sent last may be none, or the beginning of an event."""
+
+    async def events():
+        yield b'data: {"type":"response.output_text.delta","sequence_number":7}\n\n'
+        yield rest
+        raise ApiError(503, "as told by the test")
+
+    async def receive() -> dict[str, Any]:
+        return await asyncio.Future()  # the client stays
+
+    async def send(message):
+        sent.append(message)
+
+    async def run():
+        await web.EventStream(events())({"path": "/v1/responses"}, receive, send)
+
+    sent: list[Any] = []
+    asyncio.run(run())
+    told = sent[-1]["body"].strip().partition(b"data: ")[2]
+    assert json.loads(told)["sequence_number"] == 8
 
 
 @every_form
