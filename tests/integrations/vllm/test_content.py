@@ -50,6 +50,23 @@ def test_a_cut_request_ends_after_its_first_token_whatever_the_client_asked_for(
     assert params.min_tokens == 40, "other requests of the client may have it too"
 
 
+def test_a_cut_prompt_stays_whole_for_its_client():
+    """A client that runs the engine in its own process may send the same list again."""
+    prompt, are_tokens = list(range(20)), [True] * 20
+    request = Request(
+        "r",
+        prompt,
+        SamplingParams(),
+        None,
+        prompt_embeds=torch.zeros(20, HIDDEN),
+        prompt_is_token_ids=are_tokens,
+    )
+    compat.cut_prompt(request, 17)
+    assert request.prompt_token_ids == list(request.all_token_ids) == list(range(17))
+    assert request.prompt_is_token_ids == [True] * 17
+    assert (prompt, are_tokens) == (list(range(20)), [True] * 20)
+
+
 def image(identifier, offset, length=2):
     return MultiModalFeatureSpec(
         data=None,

@@ -125,12 +125,13 @@ def cut_prompt(request: Any, num_tokens: int) -> None:
 
     The request must have computed nothing; at least one token must remain.
     """
+    # An engine in the client's process shares these objects with the client.
     if request.prompt_token_ids is not None:
-        del request.prompt_token_ids[num_tokens:]
+        request.prompt_token_ids = request.prompt_token_ids[:num_tokens]
     if request.prompt_embeds is not None:
         request.prompt_embeds = request.prompt_embeds[:num_tokens]
     if request.prompt_is_token_ids is not None:
-        del request.prompt_is_token_ids[num_tokens:]
+        request.prompt_is_token_ids = request.prompt_is_token_ids[:num_tokens]
     del request._all_token_ids[num_tokens:]  # noqa: SLF001 (the copy has no public name)
     request.num_prompt_tokens = num_tokens
     request.max_tokens = 1
