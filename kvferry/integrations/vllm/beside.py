@@ -46,7 +46,7 @@ class Beside:
                     "one connector alone. Keep one of the two"
                 )
         self._outdated: set[str] = set()
-        """Requests with KV of weights that the engine no longer has."""
+        """Requests whose blocks hold KV of weights that the engine no longer has."""
         self._steps_to_forget = 0
 
     def __bool__(self) -> bool:
@@ -63,14 +63,13 @@ class Beside:
         self._outdated |= set(outdated)
         self._steps_to_forget = _STEPS_TO_STORE
 
-    def request_finished(self, request_id: str) -> None:
-        """Forgets a request that has ended."""
-        self._outdated.discard(request_id)
-
-    def look(self) -> None:
-        """Resets the neighbours' caches at the start of a step, if they may hold outdated KV."""
+    def look(self, kv_cache_manager: Any) -> None:
+        """Resets the neighbours' caches at the start of a step, if they may hold outdated KV; takes
+        the scheduler's cache manager.
+        """
         if not self._steps_to_forget:
             return
+        self._outdated &= compat.requests_with_blocks(kv_cache_manager)
         self._steps_to_forget = _STEPS_TO_STORE if self._outdated else self._steps_to_forget - 1
         for each in self._connectors:
             try:
@@ -82,4 +81,4 @@ class Beside:
 
 
 _STEPS_TO_STORE = 3
-"""Number of steps after a request's last step in which its blocks may still reach a store."""
+"""Number of steps after a request has lost its blocks in which they may still reach a store."""

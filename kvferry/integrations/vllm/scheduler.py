@@ -107,7 +107,7 @@ class SchedulerHalf:
 
     def _begin_step(self) -> None:
         self._look_at_weights()
-        self._beside.look()
+        self._beside.look(self._kv_cache_manager)
         self._make_room()
 
     def _make_room(self) -> None:
@@ -421,7 +421,6 @@ class SchedulerHalf:
         self._without_blocks.discard(request.request_id)
         self._overtaken.discard(request.request_id)
         self._prompts.forget(request.request_id)
-        self._beside.request_finished(request.request_id)
         tables = tuple(group.block_ids(block_ids) for group in self.groups)
         view = self._view(request)
         keep, params = self.pull.request_finished(view, tables, view.note)

@@ -209,20 +209,23 @@ def answer_of(start):
     return lambda model, prompt: answers(model, tuple(prompt))
 
 
-@pytest.mark.parametrize("running", [False, True], ids=["at rest", "while a request runs"])
+@pytest.mark.parametrize("meanwhile", ["nothing", "a request runs", "a prompt is lent"])
 def test_a_tier_forgets_kv_of_older_weights(
-    start, tiny_llama, other_model, random_prompt, answer_of, order, running
+    start, tiny_llama, other_model, random_prompt, answer_of, order, meanwhile
 ):
     engine = start("kv_both", extra=KEPT, **{order: [tier(copy_steps=4)]})
     prompt = random_prompt(300)
     expected = answer_of(tiny_llama, prompt), answer_of(other_model, prompt)
     assert expected[0] != expected[1]
+    running = meanwhile == "a request runs"
     if running:
         request = engine.add(prompt, max_tokens=20)
         for _ in range(2):
             engine.step()
     else:
         assert generated(engine.generate([prompt])) == expected[0]
+    if meanwhile == "a prompt is lent":
+        engine.prefill([prompt])
     path = {"weights_path": str(other_model)}
     engine.llm.collective_rpc("reload_weights", kwargs=path)
     if running:

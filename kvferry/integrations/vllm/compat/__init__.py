@@ -369,13 +369,17 @@ def forget_prefixes(kv_cache_manager: Any) -> set[str]:
     """
     pool = kv_cache_manager.block_pool
     kv_cache_manager.evict_blocks(set(range(len(pool.blocks))))
-    found: set[str] = set()
     for manager in kv_cache_manager.coordinator.single_type_managers:
         for request_id, blocks in manager.req_to_blocks.items():
             if blocks:
-                found.add(request_id)
                 manager.num_cached_block[request_id] = _ALL_BLOCKS
-    return found
+    return requests_with_blocks(kv_cache_manager)
+
+
+def requests_with_blocks(kv_cache_manager: Any) -> set[str]:
+    """The requests with blocks, including ended requests whose blocks are lent or loaded."""
+    managers = kv_cache_manager.coordinator.single_type_managers
+    return {name for each in managers for name, blocks in each.req_to_blocks.items() if blocks}
 
 
 # ---- connectors beside ours --------------------------------------------------------------------
