@@ -35,7 +35,7 @@ ROOMS: dict[str, int] = {
     "control": 2961,
     "engine": 3751,
     "explain": 1728,
-    "integrations": 4909,
+    "integrations": 4922,
     "layouts": 3654,
     "observe": 610,
     "router": 5582,

@@ -122,7 +122,10 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "free(request)",
         "new_step_starts()",
     ),
-    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": ("single_type_managers",),
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": (
+        "cache_blocks",
+        "single_type_managers",
+    ),
     "vllm.v1.core.block_pool:BlockPool": (
         "blocks",
         "get_num_free_blocks()",

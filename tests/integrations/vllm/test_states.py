@@ -13,6 +13,7 @@ from benchmarks.vllm_servers.checkpoints import write_falcon_h1, write_qwen3_nex
 from kvferry.errors import TransferError
 from kvferry.integrations.vllm.compat import release
 from tests.integrations.vllm.conftest import assert_all_arrived
+from tests.integrations.vllm.test_weights import write_to_norms
 
 if not release.serves_states:
     pytest.skip("older releases do not zero what a load leaves", allow_module_level=True)
@@ -188,3 +189,19 @@ def test_prefill_without_a_prefix_cache_and_decode_with_one(
     prefill.drain()
     assert_all_arrived(sent, received, len(prompts))
     assert found == expected
+
+
+def test_what_was_half_computed_with_older_weights_is_no_hit(start_model, model, random_prompt):
+    if not model.get("enable_prefix_caching", True):
+        pytest.skip("vLLM's Mamba2 of CPUs has no prefix cache")
+    # Hits may end inside a block.
+    engine = start_model("kv_both", prefix_match_unit=64, max_num_batched_tokens=128, **HITS)
+    prompt = random_prompt(300)
+    request = engine.add(prompt)
+    engine.step()
+    engine.llm.collective_rpc(write_to_norms)
+    engine.finish(request)
+    engine.generate([prompt], max_tokens=1)
+    assert engine.prompt_tokens_from("local_cache_hit") == 0
+    engine.generate([prompt], max_tokens=1)
+    assert engine.prompt_tokens_from("local_cache_hit") == 256, "of what was computed since"

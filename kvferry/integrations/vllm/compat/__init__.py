@@ -369,11 +369,27 @@ def forget_prefixes(kv_cache_manager: Any) -> set[str]:
     """
     pool = kv_cache_manager.block_pool
     kv_cache_manager.evict_blocks(set(range(len(pool.blocks))))
-    for manager in kv_cache_manager.coordinator.single_type_managers:
+    coordinator = kv_cache_manager.coordinator
+    if "cache_blocks" not in vars(coordinator):  # not replaced yet
+        coordinator.cache_blocks = functools.partial(
+            _cache_blocks, coordinator.single_type_managers, coordinator.cache_blocks
+        )
+    for manager in coordinator.single_type_managers:
         for request_id, blocks in manager.req_to_blocks.items():
             if blocks:
                 manager.num_cached_block[request_id] = _ALL_BLOCKS
     return requests_with_blocks(kv_cache_manager)
+
+
+def _cache_blocks(
+    managers: Sequence[Any], original: Callable[..., None], request: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Makes prefix hits of a request's blocks, unless :func:`forget_prefixes` has marked the
+    request: if hits may end inside a block, vLLM hashes a part of a block without counting it.
+    """
+    counted = [manager.num_cached_block.get(request.request_id) for manager in managers]
+    if _ALL_BLOCKS not in counted:
+        original(request, *args, **kwargs)
 
 
 def requests_with_blocks(kv_cache_manager: Any) -> set[str]:
