@@ -210,6 +210,7 @@ def _engine(description: EngineDescription) -> PlannedEngine:
         groups=description.geometries,
         engine_id=description.engine_id,
         memory=tuple(rank.memory for rank in description.ranks),
+        convert_dtype=description.convert_dtype,
     )
 
 

@@ -104,6 +104,7 @@ def explain_transfer(
     target_engine_id: str = "",
     source_memory: Memories | None = None,
     target_memory: Memories | None = None,
+    convert: bool = False,
 ) -> tuple[PairCost, ...]:
     """The cost of a request of ``num_tokens`` tokens, for each pair of ranks.
 
@@ -121,6 +122,7 @@ def explain_transfer(
         target_engine_id: engine id that determines the choice among replicas.
         source_memory: the source's memory; by default, dense tensors.
         target_memory: the target's memory; by default, dense tensors.
+        convert: see :func:`~kvferry.topology.plan.plan_transfer`.
 
     Returns:
         An entry per pair of ranks with any transfer, by target rank, then by source rank.
@@ -130,7 +132,7 @@ def explain_transfer(
         ProtocolError, BoundsError: a memory does not fit its geometry.
     """
     costs: dict[tuple[int, int], PairCost] = {}
-    for part in read_parts(source, target, num_tokens, target_engine_id):
+    for part in read_parts(source, target, num_tokens, target_engine_id, convert=convert):
         for cost in part.costs(source_memory, target_memory):
             ranks = cost.target_rank, cost.source_rank
             costs[ranks] = costs[ranks] + cost if ranks in costs else cost
@@ -264,6 +266,7 @@ def read_parts(
     num_tokens: int,
     target_engine_id: str = "",
     target_ranks: Sequence[int] | None = None,
+    convert: bool = False,
 ) -> Iterator[ReadPart]:
     """The reads of every pair of groups and target rank; none if a window or chunk keeps no tokens.
 
@@ -273,6 +276,7 @@ def read_parts(
         num_tokens: see :func:`explain_transfer`.
         target_engine_id: see :func:`explain_transfer`.
         target_ranks: target ranks to include; by default, all ranks.
+        convert: see :func:`explain_transfer`.
 
     Raises:
         ValueError: see :func:`explain_transfer`.
@@ -283,7 +287,7 @@ def read_parts(
     targets = (target,) if isinstance(target, GroupGeometry) else target
     if target_ranks is None:
         target_ranks = range(targets[0].world_size)
-    for pair in pair_groups(sources, targets):
+    for pair in pair_groups(sources, targets, convert=convert):
         first_token = pair.first_kept_token(num_tokens)
         if first_token == num_tokens:
             continue
@@ -294,5 +298,6 @@ def read_parts(
                 target_rank=target_rank,
                 target_engine_id=target_engine_id,
                 layers=pair.layers,
+                convert=convert,
             )
             yield ReadPart(plan, pair.source_group, pair.target_group, first_token, num_tokens)

@@ -44,6 +44,8 @@ class PlannedEngine:
     """Engine id that determines a decode engine's choice among replicas."""
     memory: Memories | None = None
     """Memory of a running engine's cells; ``None`` for dense memory."""
+    convert_dtype: bool = False
+    """Whether a decode engine reads KV of another dtype even if precision is lost."""
 
     @property
     def world_size(self) -> int:
@@ -118,7 +120,7 @@ def explain_pair(
         decode,
         num_tokens,
         _costs(prefill, decode, num_tokens),
-        find_savings(prefill.groups, decode.groups, num_tokens),
+        find_savings(prefill.groups, decode.groups, num_tokens, decode.convert_dtype),
         _ways(prefill, decode, num_tokens, transports, device),
     )
 
@@ -136,7 +138,9 @@ def _ways(
     """
     keys = {} if device == HOST else device_keys(f"{device}:0")
     ranks = range(0, decode.world_size, -(-decode.world_size // TRIAL_RANKS))
-    parts = read_parts(prefill.groups, decode.groups, num_tokens, decode.engine_id, ranks)
+    parts = read_parts(
+        prefill.groups, decode.groups, num_tokens, decode.engine_id, ranks, decode.convert_dtype
+    )
     lengths = segment_lengths(parts, prefill.memory, decode.memory)
     return {
         kind.name: tuple(
@@ -190,6 +194,7 @@ def _costs(prefill: PlannedEngine, decode: PlannedEngine, num_tokens: int) -> tu
         target_engine_id=decode.engine_id,
         source_memory=prefill.memory,
         target_memory=decode.memory,
+        convert=decode.convert_dtype,
     )
 
 

@@ -169,7 +169,13 @@ class _Cells(NamedTuple):
 def _cells(pair: EnginePair) -> Iterator[_Cells]:
     prefill, decode = pair.prefill, pair.decode
     found: dict[tuple[int, int, range, bool], list[int]] = {}
-    for part in read_parts(prefill.groups, decode.groups, pair.num_tokens, decode.engine_id):
+    for part in read_parts(
+        prefill.groups,
+        decode.groups,
+        pair.num_tokens,
+        decode.engine_id,
+        convert=decode.convert_dtype,
+    ):
         if part.plan.source.is_recurrent:
             continue
         for piece in part.plan.pieces:

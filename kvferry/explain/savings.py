@@ -89,6 +89,7 @@ def find_savings(
     source: Sequence[GroupGeometry],
     target: Sequence[GroupGeometry],
     num_tokens: int,
+    convert: bool = False,
 ) -> tuple[Saving, ...]:
     """The changes that pay: each saves more than every other change with no more effort.
 
@@ -108,6 +109,7 @@ def find_savings(
         source: the groups of the source engine.
         target: the groups of the target engine.
         num_tokens: number of tokens of the request.
+        convert: see :func:`~kvferry.topology.plan.plan_transfer`.
 
     Returns:
         The savings, least effort first; empty if no tried change saves a third of the segments.
@@ -121,7 +123,7 @@ def find_savings(
     def count(one: Sequence[GroupGeometry], two: Sequence[GroupGeometry]) -> tuple[int, int]:
         ranks = None if len(sample) == num_ranks else sample
         tokens = min(num_tokens, TRIAL_TOKENS)
-        return count_segments(read_parts(one, two, tokens, target_ranks=ranks))
+        return count_segments(read_parts(one, two, tokens, target_ranks=ranks, convert=convert))
 
     nbytes, now = count(source, target)
 

@@ -200,7 +200,7 @@ def _windows(pair: EnginePair) -> Iterator[str]:
         )
     windows: dict[int, list[int]] = {}
     recurrent: list[int] = []
-    for part in pair_groups(*groups):
+    for part in pair_groups(*groups, convert=pair.decode.convert_dtype):
         if groups[0][part.source_group].is_recurrent:
             recurrent += part.layers
             continue

@@ -21,7 +21,14 @@ SECRET = b"what a peer connects with"
 
 
 def describe(
-    engine_id, *, weights="w0", dtype="float32", transports=("shm", "tcp"), host="h0", **shape
+    engine_id,
+    *,
+    weights="w0",
+    dtype="float32",
+    convert_dtype=False,
+    transports=("shm", "tcp"),
+    host="h0",
+    **shape,
 ):
     values = {
         "num_layers": 4,
@@ -57,6 +64,7 @@ def describe(
             )
             for rank in range(geometry.world_size)
         ),
+        convert_dtype=convert_dtype,
     )
 
 
@@ -98,6 +106,20 @@ def test_engines_that_fit_are_explained_and_end_with_0(kvferry, engine):
     assert "d0 reads 64 tokens from p0" in outcome.out
     assert "tcp writes the cells where they belong" in outcome.out
     assert "1 of 1 pairs will work" in outcome.out
+
+
+def test_a_dtype_that_the_decode_engine_rounds_is_explained(kvferry, engine):
+    windowed = {"sliding_window": 32}
+    prefill = engine("p0", "kv_producer", **windowed)
+    decode = engine("d0", "kv_consumer", dtype="float16", convert_dtype=True, **windowed)
+
+    outcome = kvferry("check", address(prefill), address(decode), "--tokens", "64")
+
+    assert outcome.code == 0, outcome.err
+    assert "p0 → d0: will work" in outcome.out
+    assert "staged" in outcome.out
+    assert "float32 becomes float16" in outcome.out
+    assert "window: of layers 0-3 only the last 31 tokens move" in outcome.out
 
 
 def test_heads_that_no_weights_prove_are_told_with_the_reason(kvferry, engine):
