@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.errors import BlockIdError
+
 ByteArray = npt.NDArray[np.uint8]
 """An array of bytes in host memory."""
 
@@ -128,6 +130,23 @@ def _view_of_array(array: npt.NDArray[Any]) -> ArrayView:
         storage=(first, nbytes),
         writable=array.flags.writeable,
     )
+
+
+def whole_ids(name: str, ids: Any) -> npt.NDArray[np.int64]:
+    """Block ids as a new array in host memory, int64[n].
+
+    Args:
+        name: name of the ids in messages.
+        ids: a sequence, an array, or a torch tensor (the call waits for a tensor on a device).
+
+    Raises:
+        BlockIdError: an id is not a 64-bit whole number; a mask of booleans contains no ids.
+    """
+    to_host = getattr(ids, "cpu", None)
+    found = np.array(ids if to_host is None else to_host().numpy()).reshape(-1)
+    if len(found) and found.dtype.kind not in "iu":
+        raise BlockIdError(f"{name}: ids are {found.dtype}, not 64-bit whole numbers")
+    return found.astype(np.int64, copy=False)
 
 
 def bytes_at(address: int, nbytes: int) -> ByteArray:

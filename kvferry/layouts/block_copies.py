@@ -3,16 +3,20 @@
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.errors import BlockIdError
-from kvferry.layouts.arrays import HOST, ArrayView, view_of
+from kvferry.layouts.arrays import HOST, ArrayView, view_of, whole_ids
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 
 if TYPE_CHECKING:
     from kvferry.layouts.device import HostLane
+
+
+Int64s: TypeAlias = npt.NDArray[np.int64]
 
 
 def copy_kv_blocks(
@@ -48,13 +52,16 @@ def copy_kv_blocks(
 
     Raises:
         ValueError: a direction that is unknown or does not fit the devices, tables of unequal
-            length, missing layers, shapes or dtypes that do not fit, a target block named twice.
-        BlockIdError: a block id lies outside a tensor.
+            length, missing layers, shapes or dtypes that do not fit, a dim that a tensor lacks, a
+            read-only target, a target block named twice.
+        BlockIdError: a block id is no whole number, or lies outside a tensor.
     """
-    _check_call(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, direction)
-    if not (src_kv_caches and len(src_block_ids)):
+    source_ids = whole_ids("src_block_ids", src_block_ids)
+    target_ids = whole_ids("dst_block_ids", dst_block_ids)
+    _check_call(src_kv_caches, dst_kv_caches, source_ids, target_ids, direction)
+    if not (src_kv_caches and len(source_ids)):
         return
-    views = _views(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, block_dim)
+    views = _views(src_kv_caches, dst_kv_caches, source_ids, target_ids, block_dim)
     addresses = (
         [source.address for source, _, _ in views],
         [target.address for _, target, _ in views],
@@ -63,7 +70,7 @@ def copy_kv_blocks(
     from kvferry.layouts.copier import copy_tiles  # compiles
 
     lane = _lane(devices.pop()) if devices else None
-    for tiles, runs in _tables(views, src_block_ids, dst_block_ids):
+    for tiles, runs in _tables(views, source_ids, target_ids):
         if lane is None:
             copy_tiles(*addresses, tiles, runs)
         else:
@@ -73,8 +80,8 @@ def copy_kv_blocks(
 def _check_call(
     source: Mapping[str, Any],
     target: Mapping[str, Any],
-    source_ids: Sequence[int],
-    target_ids: Sequence[int],
+    source_ids: Int64s,
+    target_ids: Int64s,
     direction: str,
 ) -> None:
     if direction not in ("h2d", "d2h"):
@@ -84,7 +91,7 @@ def _check_call(
             f"block ids: {len(source_ids)} of the source, {len(target_ids)} of the target; give "
             "each block one place"
         )
-    if len(set(target_ids)) != len(target_ids):
+    if len(np.unique(target_ids)) != len(target_ids):
         raise ValueError("dst_block_ids: a block stands twice; its contents would depend on order")
     if missing := sorted(source.keys() - target.keys()):
         raise ValueError(f"dst_kv_caches: layers missing: {', '.join(missing)}")
@@ -108,8 +115,8 @@ def _device_of(tensor: Any) -> str:
 def _views(
     sources: Mapping[str, Any],
     targets: Mapping[str, Any],
-    source_ids: Sequence[int],
-    target_ids: Sequence[int],
+    source_ids: Int64s,
+    target_ids: Int64s,
     block_dim: int | None,
 ) -> list[tuple[ArrayView, ArrayView, int]]:
     """Source, target and index of the dim of blocks for each layer."""
@@ -119,6 +126,11 @@ def _views(
         dim = block_dim
         if dim is None:
             dim = 1 if len(source.shape) == 5 and source.shape[0] == 2 else 0
+        if not 0 <= dim < len(source.shape):
+            raise ValueError(
+                f"block_dim: {dim} is not one of the {len(source.shape)} dims of {name!r}, counted "
+                "from 0"
+            )
         shapes = [(*view.shape[:dim], *view.shape[dim + 1 :]) for view in (source, target)]
         if shapes[0] != shapes[1] or source.dtype != target.dtype:
             raise ValueError(
@@ -126,18 +138,20 @@ def _views(
                 f"{target.dtype}; they may differ in the number of blocks (dim {dim}) alone"
             )
         for side, view, ids in (("source", source, source_ids), ("target", target, target_ids)):
-            if not 0 <= min(ids) <= max(ids) < view.shape[dim]:
+            if not 0 <= ids.min() <= ids.max() < view.shape[dim]:
                 raise BlockIdError(
-                    f"{side} blocks {min(ids)} to {max(ids)}: {name!r} has {view.shape[dim]}"
+                    f"{side} blocks {ids.min()} to {ids.max()}: {name!r} has {view.shape[dim]}"
                 )
+        if not target.writable:
+            raise ValueError(f"dst_kv_caches: {name!r} is read-only; give a writable one")
         found.append((source, target, dim))
     return found
 
 
 def _tables(
     views: Sequence[tuple[ArrayView, ArrayView, int]],
-    source_ids: Sequence[int],
-    target_ids: Sequence[int],
+    source_ids: Sequence[int] | Int64s,
+    target_ids: Sequence[int] | Int64s,
 ) -> Iterator[tuple[Tiles, Runs]]:
     """The copies as tiles × runs, with a pair of tables per extent of the dim used for tokens."""
     runs = blank_runs(len(source_ids))

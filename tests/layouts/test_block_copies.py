@@ -61,6 +61,9 @@ def test_the_dim_of_blocks_may_be_given():
     np.testing.assert_array_equal(target["a"][:, :, 2], source["a"][:, :, 4])
 
 
+READ_ONLY = np.frombuffer(bytes(4 * 2 * 4), dtype=np.float32).reshape(4, 2)
+
+
 def test_no_blocks_and_no_layers_are_legal():
     copy_kv_blocks({}, {}, [1], [1], "h2d")
     copy_kv_blocks(caches((3, 2), 0), caches((3, 2), 1), [], [], "d2h")
@@ -72,6 +75,11 @@ def test_no_blocks_and_no_layers_are_legal():
         ({"direction": "up"}, "direction: 'up' is unknown"),
         ({"src_block_ids": [1]}, "1 of the source, 2 of the target"),
         ({"dst_block_ids": [1, 1]}, "stands twice"),
+        ({"dst_block_ids": torch.tensor([1, 1])}, "stands twice"),
+        ({"block_dim": -2}, "block_dim: -2 is not one of the 2 dims of 'layer.0'"),
+        ({"block_dim": 2}, "block_dim: 2 is not one of the 2 dims of 'layer.0'"),
+        ({"dst_kv_caches": {f"layer.{i}": READ_ONLY for i in range(3)}},
+         "dst_kv_caches: 'layer.0' is read-only"),
         ({"dst_kv_caches": {"layer.1": torch.zeros(4, 2)}}, "layers missing: layer.0, layer.2"),
         ({"dst_kv_caches": caches((4, 3), 0)}, r"'layer.0': \(4, 2\)"),
         ({"dst_kv_caches": caches((4, 2), 0, torch.float16)}, "float16"),
@@ -94,6 +102,12 @@ def test_what_does_not_fit_is_refused_before_anything_moves(change, message):
     with pytest.raises(ValueError, match=message):
         copy_kv_blocks(**call | change)
     assert all(torch.equal(target[name], cache) for name, cache in before.items())
+
+
+@pytest.mark.parametrize("ids", [[1.7], ["1"], [True], np.ones(1), torch.ones(1)])
+def test_ids_that_are_no_whole_numbers_are_refused(ids):
+    with pytest.raises(BlockIdError, match=r"src_block_ids: ids are .*, not 64-bit whole"):
+        copy_kv_blocks(caches((4, 2), 0), caches((4, 2), 1), ids, [2], "h2d")
 
 
 @pytest.mark.parametrize(("source", "target"), [([4], [1]), ([1], [-1])])
