@@ -17,6 +17,7 @@ torch     any     torch's own operations, to a scratch buffer and back
 
 import functools
 import importlib.util
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -25,6 +26,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from kvferry.errors import BlockIdError
+from kvferry.layouts.arrays import whole_ids
 from kvferry.layouts.layout import CellStrides, Layout
 from kvferry.layouts.repack import FramePlace, HeldSlice, Repack, Unit, check_ids, make_repack
 
@@ -239,14 +242,19 @@ def zero_tail(cache: Caches, block_ids: Sequence[int], num_tokens: int) -> None:
 
     Raises:
         ValueError: a negative number of tokens, or views of another form.
+        BlockIdError: an id is no whole number, or lies outside the cache.
     """
     if num_tokens < 0:
         raise ValueError(f"num_tokens: {num_tokens} is negative")
     views = _views(cache)
     _check_views(views)
-    block_size = views[0].shape[1]
+    num_blocks, block_size = views[0].shape[:2]
+    ids = whole_ids("block_ids", block_ids).tolist()
+    for block in ids:
+        if not 0 <= block < num_blocks:
+            raise BlockIdError(f"block {block} does not exist; there are {num_blocks} blocks")
     whole, used = divmod(num_tokens, block_size)
-    for place, block in enumerate(block_ids[whole:]):
+    for place, block in enumerate(ids[whole:]):
         if block != 0:
             for view in views:
                 view[block, used if place == 0 else 0 :] = 0
@@ -272,7 +280,7 @@ def _postprocess(
 
 @functools.lru_cache(maxsize=256)
 def _held_block_size(block_size: int, ratio: float | Fraction) -> int:
-    exact = Fraction(ratio).limit_denominator(_FINEST)
+    exact = Fraction(ratio).limit_denominator(_FINEST) if math.isfinite(ratio) else Fraction(0)
     held = block_size / exact if exact > 0 else Fraction(1, 2)
     if held.denominator != 1:
         raise ValueError(

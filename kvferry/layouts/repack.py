@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import BlockIdError
+from kvferry.layouts.arrays import whole_ids
 from kvferry.layouts.layout import Box, CellStrides, Layout
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 
@@ -199,10 +200,9 @@ def check_ids(repack: Repack, block_ids: Any, num_blocks: int) -> npt.NDArray[np
 
     Raises:
         ValueError: the ids are no whole frames, or a block stands in two places of frames.
-        BlockIdError: an id is negative or not below ``num_blocks``.
+        BlockIdError: an id is no whole number, negative, or not below ``num_blocks``.
     """
-    to_host = getattr(block_ids, "cpu", None)
-    ids = np.array(block_ids if to_host is None else to_host().numpy(), dtype=np.int64).reshape(-1)
+    ids = whole_ids("block ids", block_ids)
     each = repack.frame_blocks
     if len(ids) % each:
         raise ValueError(

@@ -5,6 +5,7 @@ import gc
 import math
 import weakref
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -318,7 +319,7 @@ def test_indices_that_make_no_whole_remote_block_are_refused():
     np.testing.assert_array_equal(cache, before)
 
 
-@pytest.mark.parametrize("ratio", [0, -1, 3, 8, 0.7])
+@pytest.mark.parametrize("ratio", [0, -1, 3, 8, 0.7, math.nan, math.inf])
 def test_a_ratio_that_makes_no_whole_tokens_is_refused(ratio):
     with pytest.raises(ValueError, match="block_size_ratio"):
         kv_postprocess_blksize_on_receive(small_cache(), [1], ratio)
@@ -337,6 +338,17 @@ def test_a_block_outside_the_cache_is_refused_before_anything_moves(block):
     cache = small_cache()
     with pytest.raises(BlockIdError, match=f"block {block} does not exist; there are 6"):
         kv_postprocess_layout_on_receive(cache, [1, block])
+    np.testing.assert_array_equal(cache, small_cache())
+
+
+@pytest.mark.parametrize(
+    "ids", [[1.7], ["1"], [2**64], np.array([False, True]), torch.tensor([True]), torch.ones(1)]
+)
+def test_ids_that_are_no_whole_numbers_are_refused_before_anything_moves(ids):
+    cache = small_cache()
+    for operation in (kv_postprocess_layout_on_receive, partial(zero_tail, num_tokens=0)):
+        with pytest.raises(BlockIdError, match=r"ids are .*, not 64-bit whole numbers"):
+            operation(cache, ids)
     np.testing.assert_array_equal(cache, small_cache())
 
 
@@ -434,6 +446,14 @@ def test_only_what_no_token_covers_is_zeroed(dtype):
 def test_a_negative_number_of_tokens_has_no_tail():
     with pytest.raises(ValueError, match="num_tokens: -1"):
         zero_tail(small_cache(), [1], -1)
+
+
+@pytest.mark.parametrize("block", [-1, 6])
+def test_a_table_with_a_block_outside_the_cache_has_no_tail(block):
+    cache = small_cache()
+    with pytest.raises(BlockIdError, match=f"block {block} does not exist; there are 6"):
+        zero_tail(cache, [1, block], 0)
+    np.testing.assert_array_equal(cache, small_cache())
 
 
 def test_warm_compiles_the_hosts_kernel():
