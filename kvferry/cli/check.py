@@ -178,9 +178,11 @@ def _judge(
     if any(issubclass(kind, DeviceTransport) for kind in map(_class, decode.ranks[0].endpoints)):
         device = "cuda"  # a rank opens such a transport for a cache on a GPU only
     if not mismatches:
-        pair = explain_pair(
-            _engine(prefill), _engine(decode), tokens, load_transports(transports), device
-        )
+        kinds = load_transports(transports)
+        try:
+            pair = explain_pair(_engine(prefill), _engine(decode), tokens, kinds, device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     return _Verdict(prefill, decode, tuple(mismatches), pair)
 
 

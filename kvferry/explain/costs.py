@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvferry.control.tickets import MAX_TICKET_BLOCKS
 from kvferry.layouts.tiles import Tiles
 from kvferry.topology.group import GroupGeometry
 from kvferry.topology.pairing import pair_groups
@@ -14,6 +15,7 @@ from kvferry.topology.typical import (
     dense_memory_of,
     mean_segment_bytes,
     mean_source_bytes,
+    table_blocks,
     typical_copies,
 )
 
@@ -128,7 +130,8 @@ def explain_transfer(
         An entry per pair of ranks with any transfer, by target rank, then by source rank.
 
     Raises:
-        ValueError: the geometries can never match, or ``num_tokens`` is less than 1.
+        ValueError: the geometries can never match, or ``num_tokens`` is less than 1, or needs more
+            blocks than a ticket names.
         ProtocolError, BoundsError: a memory does not fit its geometry.
     """
     costs: dict[tuple[int, int], PairCost] = {}
@@ -285,6 +288,13 @@ def read_parts(
         raise ValueError(f"num_tokens: {num_tokens} is less than 1")
     sources = (source,) if isinstance(source, GroupGeometry) else source
     targets = (target,) if isinstance(target, GroupGeometry) else target
+    for group in (*sources, *targets):
+        if (blocks := table_blocks(group, num_tokens)) > MAX_TICKET_BLOCKS:
+            raise ValueError(
+                f"num_tokens: {num_tokens} tokens need {blocks} blocks of "
+                f"{group.virtual_block_size}, and a request has {MAX_TICKET_BLOCKS} at most; plan "
+                "fewer tokens, or larger blocks"
+            )
     if target_ranks is None:
         target_ranks = range(targets[0].world_size)
     for pair in pair_groups(sources, targets, convert=convert):

@@ -429,6 +429,15 @@ def test_bad_input_is_one_clear_error(kvferry, args, message):
     assert outcome.out == ""
 
 
+@pytest.mark.parametrize("tokens", ["2000000000", "9" * 30])
+def test_a_request_of_more_blocks_than_a_ticket_names_is_refused_at_once(kvferry, tokens):
+    outcome = kvferry(*options("tp=8", "tp=2,block=1024", "llama-3-8b"), "--tokens", tokens)
+
+    assert outcome.code == 2
+    assert f"num_tokens: {tokens} tokens need" in outcome.err
+    assert "blocks of 16, and a request has 2097152 at most" in outcome.err
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
