@@ -7,8 +7,9 @@ from pathlib import Path
 
 from kvferry.cache.cache_shape import CacheShape
 from kvferry.cache.config_builder import group_layers
+from kvferry.config import shown
 from kvferry.engine.weights_folder import CONFIG_FILE, read_json
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, ModelError
 from kvferry.explain.models import KNOWN_MODELS, QUANTIZATION_FILE, ModelInfo, parse_model
 from kvferry.topology import GroupGeometry, ParallelShape
 from kvferry.topology.description import MAX_RANKS
@@ -44,6 +45,8 @@ _DTYPES = {
 _PACKED = re.compile(r"(nvfp4|turboquant|ultraquant).*|.*_(ds_mla|per_token_head)")
 """vLLM's names of caches whose scales lie beside the elements."""
 _COUNTS = ("tp", "pp", "dcp", "pcp", "interleave", "block")
+_MOST_DIGITS = 100
+"""Largest number of digits of a count. Python refuses to read numbers of some thousand digits."""
 _COMMA = re.compile(r",(?![^(]*\))")  # a layout with inner orders holds commas in brackets
 
 
@@ -145,6 +148,8 @@ def _known_keys() -> str:
 
 
 def _count(value: str, key: str, where: str) -> int:
+    if value.isdecimal() and len(value) > _MOST_DIGITS:
+        raise ConfigError(f"{where}: {key}: a number of {len(value)} digits; no engine has so many")
     if not value.isdecimal() or int(value) < 1:
         raise ConfigError(f"{where}: {key}: {value!r} is not a whole number of 1 or more")
     return int(value)
@@ -183,9 +188,13 @@ def find_model(name: str) -> ModelInfo:
         if wanted in (model.name, model.source.lower(), model.source.lower().split("/")[1]):
             return model
     path = Path(name)
-    if path.is_dir():
-        path /= CONFIG_FILE
-    if path.suffix == ".json" or path.is_file():
+    try:
+        if path.is_dir():
+            path /= CONFIG_FILE
+        is_file = path.suffix == ".json" or path.is_file()
+    except OSError as error:  # a folder that the user may not enter, or a name that is too long
+        raise ModelError(f"--model: {shown(name)} cannot be read: {error.strerror}") from error
+    if is_file:
         values, beside = read_json(path), path.with_name(QUANTIZATION_FILE)
         is_said_beside = values.get("quantization_config") is None and path.name == CONFIG_FILE
         if is_said_beside and beside.is_file():

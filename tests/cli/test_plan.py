@@ -418,6 +418,8 @@ def test_a_plan_of_specs_needs_nothing_beyond_the_base_dependencies():
         (("dp=2,tp=4", "tp=2", "llama-3-8b"), "--prefill: dp: each data-parallel engine has a c"),
         (("tp=4", "tp=2,ep=8", "llama-3-8b"), "--decode: ep: experts keep no KV; leave out ep"),
         (("tp=8", "pp=99", "llama-3-8b"), "--decode: parallel: pp=99 stages for 32 layers"),
+        (("tp=8", f"tp={'9' * 5000}", "llama-3-8b"), "--decode: tp: a number of 5000 digits; no e"),
+        (("tp=8", "tp=2", "x" * 300), "cannot be read: File name too long"),
     ],
 )
 def test_bad_input_is_one_clear_error(kvferry, args, message):
