@@ -10,7 +10,7 @@ from kvferry.cache.specs import AttentionSpec, FullAttentionSpec, KVCacheSpec, M
 from kvferry.cache.specs_local import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvferry.layouts.layout import Layout
 from kvferry.topology import EngineGeometry, GroupGeometry, ParallelShape
-from kvferry.topology.sharding import default_split, heads_of, split_of_group
+from kvferry.topology.sharding import check_count, default_split, heads_of, split_of_group
 from kvferry.topology.states import StateGeometry, StatePart
 
 STATE_BLOCK_SIZE = 1 << 20
@@ -43,8 +43,9 @@ class LayerHeads:
         """The spec of the last of ``tp`` ranks; no other rank has more heads.
 
         Raises:
-            ValueError: ``block_size`` or ``dtype`` is invalid.
+            ValueError: ``block_size``, ``dtype`` or the number of heads is invalid.
         """
+        check_count("num_kv_heads", self.num_kv_heads)
         heads = len(heads_of(tp - 1, tp, self.num_kv_heads))
         cells = (block_size, heads, self.head_size, dtype)
         if self.use_mla:

@@ -64,3 +64,10 @@ def test_stages_that_do_not_add_up_are_refused_with_both_numbers():
             ValueError, match=r"^layers: \d\+\d.* the model has 6 and the engine pp=2"
         ):
             geometries([FULL] * 6, pp=2, stage_layers=stages)
+
+
+@pytest.mark.parametrize("number", [0, 10**30])
+def test_a_number_of_heads_that_no_model_has_is_refused_by_name(number):
+    shape = CacheShape.uniform(2, LayerHeads(number, 8))
+    with pytest.raises(ValueError, match=f"num_kv_heads: {number} is "):
+        shape.kv_cache_specs(16, "bfloat16", tp=2)
