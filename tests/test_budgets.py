@@ -34,7 +34,7 @@ ROOMS: dict[str, int] = {
     "connectors": 4628,
     "control": 2961,
     "engine": 3751,
-    "explain": 1751,
+    "explain": 1756,
     "integrations": 4922,
     "layouts": 3679,
     "observe": 610,

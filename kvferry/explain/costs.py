@@ -7,7 +7,7 @@ from typing import TypeAlias
 from kvferry.control.tickets import MAX_TICKET_BLOCKS
 from kvferry.layouts.tiles import Tiles
 from kvferry.topology.group import GroupGeometry
-from kvferry.topology.pairing import pair_groups
+from kvferry.topology.pairing import GroupPair, pair_groups
 from kvferry.topology.plan import BoundCopies, TransferPlan, plan_transfer
 from kvferry.topology.tensors import RankMemory
 from kvferry.topology.typical import (
@@ -263,6 +263,18 @@ class ReadPart:
             )
 
 
+def first_moved_token(pair: GroupPair, targets: Sequence[GroupGeometry], num_tokens: int) -> int:
+    """The first of a request's ``num_tokens`` tokens that a load moves for a pair of groups.
+
+    A block that may become a prefix hit is filled from its first token on, even if that lies below
+    the window. A source that no longer has these tokens moves fewer.
+    """
+    first_token = pair.first_kept_token(num_tokens)
+    if pair.is_partial or first_token == num_tokens:
+        return first_token
+    return first_token - first_token % targets[pair.target_group].virtual_block_size
+
+
 def read_parts(
     source: Groups,
     target: Groups,
@@ -298,7 +310,7 @@ def read_parts(
     if target_ranks is None:
         target_ranks = range(targets[0].world_size)
     for pair in pair_groups(sources, targets, convert=convert):
-        first_token = pair.first_kept_token(num_tokens)
+        first_token = first_moved_token(pair, targets, num_tokens)
         if first_token == num_tokens:
             continue
         for target_rank in target_ranks:

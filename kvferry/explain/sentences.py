@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from kvferry.explain.costs import Balance
+from kvferry.explain.costs import Balance, first_moved_token
 from kvferry.explain.pairs import EnginePair, PlannedEngine, change_values, layout_text
 from kvferry.explain.savings import SideChange
 from kvferry.layouts import CellStrides, Layout
@@ -204,7 +204,7 @@ def _windows(pair: EnginePair) -> Iterator[str]:
         if groups[0][part.source_group].is_recurrent:
             recurrent += part.layers
             continue
-        first = part.first_kept_token(pair.num_tokens)
+        first = first_moved_token(part, groups[1], pair.num_tokens)
         if first:
             windows.setdefault(pair.num_tokens - first, []).extend(part.layers)
     for tokens, layers in sorted(windows.items()):

@@ -119,7 +119,7 @@ def test_a_dtype_that_the_decode_engine_rounds_is_explained(kvferry, engine):
     assert "p0 → d0: will work" in outcome.out
     assert "staged" in outcome.out
     assert "float32 becomes float16" in outcome.out
-    assert "window: of layers 0-3 only the last 31 tokens move" in outcome.out
+    assert "window: of layers 0-3 only the last 32 tokens move" in outcome.out
 
 
 def test_heads_that_no_weights_prove_are_told_with_the_reason(kvferry, engine):

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.connectors.pull.groups import SourceGroups
+from kvferry.control.tickets import Ticket
 from kvferry.explain import Balance, SideChange, explain_transfer, find_savings
 from kvferry.explain.costs import (
     balance_over,
@@ -17,7 +19,7 @@ from kvferry.explain.costs import (
 )
 from kvferry.explain.savings import WORTH
 from kvferry.layouts import Layout, copier
-from kvferry.topology import ParallelShape, plan_transfer, run_copies
+from kvferry.topology import ParallelShape, pair_groups, plan_transfer, run_copies
 from kvferry.topology.typical import typical_copies
 from tests import geometries
 
@@ -272,11 +274,33 @@ def test_what_a_transfer_costs_is_summed_over_groups_and_stops_at_windows():
     for cost, head in ((one, 0), (two, 1)):
         assert (cost.target_rank, cost.source_rank, cost.heads) == (0, head, (head,))
         assert cost.layers == (0, 1, 2, 3)
-        assert cost.nbytes == 2 * per_token * (50 + 10)
-        assert cost.rows == 2 * 2 * (50 + 10)
-    # Either way round the window alone moves; a chunk that just began moves nothing.
+        # The window begins within a block, which is filled.
+        assert cost.nbytes == 2 * per_token * (50 + 11)
+        assert cost.rows == 2 * 2 * (50 + 11)
+    # To a target that keeps all tokens, the window alone moves; a chunk that just began moves
+    # nothing.
     back = explain_transfer(source=hybrid, target=whole, num_tokens=50)
-    assert sum(cost.nbytes for cost in back) == one.nbytes + two.nbytes
+    assert sum(cost.nbytes for cost in back) == 2 * 2 * per_token * (50 + 10)
     chunks = [half((1, 3)), half((0, 2), attention_chunk_size=25)]
     (cost,) = explain_transfer(source=chunks, target=chunks, num_tokens=50)
     assert (cost.layers, cost.nbytes) == ((1, 3), 2 * 2 * per_token * 50)
+
+
+@given(st.data())
+def test_the_tokens_of_a_window_are_those_that_a_load_moves(data):
+    size, kept = st.integers(1, 40), st.sampled_from(("sliding_window", "attention_chunk_size"))
+    limits = {data.draw(kept): data.draw(size)}
+    source = geometry(block_size=data.draw(size), **limits)
+    target = geometry(block_size=data.draw(size), **(limits if data.draw(st.booleans()) else {}))
+    num_tokens = data.draw(st.integers(1, 100))
+    blocks = -(-num_tokens // source.block_size)
+    ticket = Ticket(
+        lease_id="l", engine_id="p", incarnation="i", secret=b"", host="h", port=1,
+        request_id="r", num_tokens=num_tokens, block_ids=(tuple(range(1, blocks + 1)),),
+        prompt_digest="", lease_duration_s=30.0, tp=1, pp=1,
+    )  # fmt: skip
+    groups = SourceGroups("p", (source,), (target,), pair_groups([source], [target]))
+    moved = groups.starts(ticket, 0, num_tokens)
+    assert [part.first_token for part in read_parts(source, target, num_tokens)] == [
+        first for first in moved if first < num_tokens
+    ]
