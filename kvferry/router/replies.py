@@ -245,11 +245,11 @@ async def beginning(response: Response, events: int) -> tuple[bytes, bytes | Non
     first = await response.some()
     if not is_stream(response):
         return first, None
-    while len(first) < _MOST_BEGINNING and len(_EVENT_ENDS.findall(first)) < events:
+    while len(whole := _EVENT_ENDS.split(first, events)) <= events and len(first) < _MOST_BEGINNING:
         if not (more := await response.some()):
             break
         first += more
-    told = [event.partition(b"data:")[2] for event in _EVENT_ENDS.split(first)[:events]]
+    told = [event.partition(b"data:")[2] for event in whole[:events]]
     errors = [event for event in told if (error := said_error(event)) and status_of(error) >= 500]
     return first, errors[0] if errors else None
 
@@ -260,8 +260,8 @@ def whole_events(received: bytes) -> tuple[bytes, bytes]:
     >>> whole_events(b"data: 1\r\n\r\ndata: 2\n\ndata:")
     (b'data: 1\r\n\r\ndata: 2\n\n', b'data:')
     """
-    end = max((found.end() for found in _EVENT_ENDS.finditer(received)), default=0)
-    return received[:end], received[end:]
+    rest = min(received.rpartition(b"\n\n")[2], received.rpartition(b"\n\r\n")[2], key=len)
+    return received[: len(received) - len(rest)], rest
 
 
 class _PieceOfChoice(msgspec.Struct):
@@ -280,9 +280,15 @@ def has_content(events: bytes) -> bool:
     """Whether the events of a stream so far have a part of the answer: a text, a token, a call of a
     tool, the end. A speaker's role, the frame of an answer and signs of life are no part.
     """
-    *whole, _ = _EVENT_ENDS.split(events)
-    told = (event.partition(b"data:")[2] for event in whole)
-    return len(events) >= _MOST_BEGINNING or any(_has_content(each) for each in told if each)
+    if len(events) >= _MOST_BEGINNING:
+        return True
+    begin = 0
+    for end in _EVENT_ENDS.finditer(events):
+        payload = events[begin : end.start()].partition(b"data:")[2]
+        if payload and _has_content(payload):
+            return True
+        begin = end.end()
+    return False
 
 
 def _has_content(payload: bytes) -> bool:
