@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "integrations": 4922,
     "layouts": 3679,
     "observe": 610,
-    "router": 5582,
+    "router": 5589,
     "serving": 1175,
     "testing": 3968,
     "topology": 2208,

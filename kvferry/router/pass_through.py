@@ -326,8 +326,8 @@ class PassThrough:
             if has_room or api.copy(body) is None:
                 body = msgspec.json.encode(body)
         # Engines beside SGLang servers do not know SGLang's own path.
-        mixed = [pool for pool in pools if any(engine.needs_room for engine in pool.fit())]
-        mixed = mixed if path == SGLANGS else []
+        asked_pools = pools if path == SGLANGS else ()
+        mixed = [pool for pool in asked_pools if any(each.needs_room for each in pool.fit())]
         fields: Mapping[str, Any] = {} if isinstance(body, bytes) else body
         method = request.scope.get("method", "POST")
         computes = method == "POST" and path in QUEUED

@@ -54,8 +54,9 @@ def priority_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> int:
     5
     """
     for value in (headers.get("x-vllm-priority"), body.get("priority")):
-        with suppress(TypeError, ValueError):
-            return max(-_INT64, min(int(value), _INT64 - 1))  # type: ignore[arg-type]
+        if value is not None:
+            with suppress(TypeError, ValueError):
+                return max(-_INT64, min(int(value), _INT64 - 1))
     return 0
 
 
