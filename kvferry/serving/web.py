@@ -332,8 +332,10 @@ class EventStream(Response):
         self._events = events
         # Not a part of the generator: a generator that was never started runs no clean-up.
         self._on_end, self._failed = on_end, failed
-        self._last: bytes | None = None
-        """The last bytes of the events that were sent; ``None`` before the head was sent."""
+        self._has_begun = False
+        """Whether the head was sent."""
+        self._last = bytearray()
+        """The last bytes of the events that were sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs as an ASGI application."""
@@ -344,9 +346,9 @@ class EventStream(Response):
             return
         except ApiError as error:
             self._failed(error)
-            if self._last is None:
+            if not self._has_begun:
                 await self._send_head(send)
-            end = _error_event(error, scope.get("path", ""), self._last or b"")
+            end = _error_event(error, scope.get("path", ""), self._last)
         finally:
             self._on_end()
         await send({"type": "http.response.body", "body": end, "more_body": False})
@@ -355,24 +357,26 @@ class EventStream(Response):
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
-        self._last = b""
+        self._has_begun = True
 
     async def _send_all(self, send: Send) -> None:
         await self._send_head(send)
         async with aclosing(self._events) as events:
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-                self._last = ((self._last or b"") + event)[-_MOST_LAST:]
+                self._last += event
+                if len(self._last) > 2 * _LEAST_LAST:  # cut seldom: each cut copies
+                    del self._last[:-_LEAST_LAST]
 
 
-_MOST_LAST = 16 << 10
-"""Number of last bytes of a stream that are kept. A stream that fails may end with no bytes of an
-event, or with a part of an event."""
+_LEAST_LAST = 16 << 10
+"""Number of last bytes of a stream that are kept at least. A stream that fails may end with no
+bytes of an event, or with a part of an event."""
 _SEQUENCE = re.compile(rb'"sequence_number":\s*(\d+)')
 """Pattern of an event's number in a stream of a response."""
 
 
-def _error_event(error: ApiError, path: str, last: bytes) -> bytes:
+def _error_event(error: ApiError, path: str, last: bytearray) -> bytes:
     """The end of a stream that fails after ``last``, in the form of the API of ``path``."""
     # Bytes that pass through may end in the middle of an event.
     begin = b"" if last.endswith((b"\n\n", b"\r\n\r\n")) or not last else b"\n\n"
