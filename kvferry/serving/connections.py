@@ -11,17 +11,24 @@ connection is closed.
 import asyncio
 import resource
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import h11
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import httptools
+from starlette.types import ASGIApp, Message
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 HEAD_TIMEOUT_S = 10.0
 """Seconds within which a client must send the head of a request, counted from the connection or
 the last answer. uvicorn closes idle connections after five seconds."""
 TAKE_TIMEOUT_S = 60.0
 """Seconds within which a client must read some bytes of an answer that waits in the send buffer."""
+MOST_HEAD_BYTES = 64 << 10
+"""Maximum number of bytes of a request that are not its body: its head, or what stands between two
+parts of its body."""
+
+_REASON_CHARACTERS = 200
+"""Maximum number of characters of the answer to data that is not HTTP."""
 
 
 class Connections:
@@ -54,15 +61,27 @@ class Connections:
         return _Connection(self, **of_uvicorn)
 
 
-class _Connection(H11Protocol):
+class _Connection(HttpToolsProtocol):
+    """A connection, with a request at a time: a client that sends a request before it has the last
+    answer gets the last answer, and must send the request again over another connection.
+    """
+
     def __init__(self, all_of_them: Connections, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self._all = all_of_them
         self._timer: asyncio.TimerHandle | None = None
         self._own_app = self.app
         self._is_refused = False
+        self._is_ahead = False
+        """Whether the client has sent a request before it had the last answer."""
         self._untaken = 0
         """Number of bytes that waited for the client when it was last looked at."""
+        self._head_bytes = 0
+        """Number of bytes since the last part of a body, or the last complete head or request."""
+
+    @property
+    def _is_answering(self) -> bool:
+        return bool(self.cycle) and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -73,21 +92,99 @@ class _Connection(H11Protocol):
             self._note()
 
     def data_received(self, data: bytes) -> None:
-        if not (bool(self.cycle) and not self.cycle.response_complete):  # a new request
+        if self._is_ahead:
+            return
+        if not self._is_answering:  # a new request
             self._is_refused = self._is_full()
             self.app = self._all.refusing if self._is_refused else self._own_app
-        super().data_received(data)
+        self._head_bytes += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as error:
+            reason = error.__context__ or error  # an error of a method below, or the parser's own
+            self.send_400_response(f"the request is not HTTP 1: {reason}"[:_REASON_CHARACTERS])
+        if self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"a head is longer than {MOST_HEAD_BYTES} bytes")
         self._note()
 
+    def _parse(self, data: bytes) -> None:
+        """Parses data of the client.
+
+        A request to change the protocol is answered as it is (RFC 9110, 7.8); some clients ask for
+        HTTP 2 with their first request. To its parser all bytes behind its head are of the other
+        protocol, so another parser gets its body, as the body of a request of the same length.
+
+        Raises:
+            httptools.HttpParserError: the data is not HTTP 1.
+        """
+        try:
+            self.parser.feed_data(data)
+            return
+        except httptools.HttpParserUpgrade as upgrade:
+            rest = data[upgrade.args[0] :]
+        self.cycle.keep_alive = False
+        self.parser = httptools.HttpRequestParser(_BodyOf(self))
+        lengths = (b"content-length", b"transfer-encoding")
+        head = [b"%b: %b\r\n" % header for header in self.headers if header[0] in lengths]
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(head), rest))
+
+    def on_message_begin(self) -> None:
+        """Begins a request.
+
+        Raises:
+            ValueError: the last request has not been answered.
+        """
+        if self._is_answering:
+            self._is_ahead, self.cycle.keep_alive = True, False
+            raise ValueError("a request before the answer to the last one")
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_answering:  # otherwise a trailer of the body, which nobody reads
+            super().on_header(name, value.strip())
+
+    def on_headers_complete(self) -> None:
+        """Begins the answer.
+
+        Raises:
+            ValueError: the head is not HTTP 1 (RFC 9112, 2.3 and 3.2).
+        """
+        self._head_bytes = 0
+        version = self.parser.get_http_version()
+        hosts = [name for name, _ in self.headers].count(b"host")
+        if (version, hosts) not in (("1.1", 1), ("1.0", 0), ("1.0", 1)):
+            raise ValueError(f"HTTP {version} with {hosts} headers `host`")
+        super().on_headers_complete()
+        if version == "1.0":
+            # The application gets this method when its task begins.
+            self.cycle.send = partial(_send_unchunked, self.cycle)  # type: ignore[method-assign]
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
     def send_400_response(self, msg: str) -> None:
-        """Answers data that is not HTTP; an earlier request in progress counts as disconnected."""
-        if self.cycle is not None:
+        """Answers data that is not HTTP; a request in progress counts as disconnected. The answer
+        to a request that was complete before is not disturbed.
+        """
+        if self._is_ahead:
+            return
+        self.logger.warning("client %s: %s", self.client, msg)
+        has_begun = False
+        if self._is_answering:
+            has_begun = self.cycle.response_started
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        try:
-            super().send_400_response(msg)
-        except h11.LocalProtocolError:  # an answer has begun, or must have no body (HEAD)
+        if has_begun:
             self.transport.close()
+        else:
+            super().send_400_response(msg)
 
     def on_response_complete(self) -> None:
         self._is_refused = False
@@ -120,7 +217,7 @@ class _Connection(H11Protocol):
 
     def _note(self) -> None:
         """Starts or ends the wait for the client; further bytes do not prolong a wait."""
-        asked = bool(self.cycle) and not self.cycle.response_complete
+        asked = self._is_answering
         if asked and not self.flow.write_paused:
             self._wait(None)  # the reader of the body has a time limit of its own
         if asked and not self.cycle.more_body and not self._is_refused:
@@ -154,6 +251,31 @@ class _Connection(H11Protocol):
     def _forget(self) -> None:
         self._all.waiting.pop(self, None)
         self._wait(None)
+
+
+class _BodyOf:
+    """What a parser calls for the body of a connection's request alone."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+        self.on_body = connection.on_body
+        self.on_message_complete = connection.on_message_complete
+
+    def on_message_begin(self) -> None:
+        """Begins the body, or refuses what follows it."""
+        if not self._connection.cycle.more_body:
+            self._connection.on_message_begin()
+
+
+async def _send_unchunked(cycle: RequestResponseCycle, message: Message) -> None:
+    """Sends a part of an answer to a client of HTTP 1.0, which knows no chunks: the end of the
+    connection ends the answer.
+    """
+    if message["type"] == "http.response.start":
+        cycle.chunked_encoding = False
+    else:
+        cycle.expected_content_length = len(message.get("body", b""))
+    await RequestResponseCycle.send(cycle, message)  # type: ignore[arg-type]
 
 
 def _raise_file_limit() -> int:

