@@ -438,20 +438,18 @@ async def _chunks(forwarded: Forwarded, request: BodyRequest) -> AsyncGenerator[
     """
     begun = frame = b""
     patience = request.patience
-    async with aclosing(forwarded.chunks()) as chunks:
-        while True:
-            async with patience.waiting():
-                chunk = await anext(chunks, None)
-                if chunk is None:
-                    break
-                if not patience.has_begun:
-                    frame += chunk
-                if patience.has_begun or has_content(frame):
-                    patience.heard()
-                if request.is_counted_elsewhere:
-                    events, begun = whole_events(begun + chunk)
-                    chunk = await request.counted(events)
+    async with aclosing(forwarded.chunks()) as chunks, patience.waiting() as timeout:
+        async for chunk in chunks:
+            if not patience.has_begun:
+                frame += chunk
+            if patience.has_begun or has_content(frame):
+                patience.heard()
+            if request.is_counted_elsewhere:
+                events, begun = whole_events(begun + chunk)
+                chunk = await request.counted(events)
+            timeout.reschedule(None)  # the time of the client has another limit
             yield chunk
+            timeout.reschedule(patience.when)
     if begun:
         yield begun
 
