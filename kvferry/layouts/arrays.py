@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,8 @@ from kvferry.errors import BlockIdError
 
 ByteArray = npt.NDArray[np.uint8]
 """An array of bytes in host memory."""
+Int64s: TypeAlias = npt.NDArray[np.int64]
+"""An array of 64-bit whole numbers: ids, addresses or positions."""
 
 HOST = "cpu"
 """Name of the device of host memory."""
@@ -132,7 +134,7 @@ def _view_of_array(array: npt.NDArray[Any]) -> ArrayView:
     )
 
 
-def whole_ids(name: str, ids: Any) -> npt.NDArray[np.int64]:
+def whole_ids(name: str, ids: Any) -> Int64s:
     """Block ids as a new array in host memory, int64[n].
 
     Args:

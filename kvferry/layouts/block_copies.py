@@ -3,20 +3,16 @@
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.errors import BlockIdError
-from kvferry.layouts.arrays import HOST, ArrayView, view_of, whole_ids
+from kvferry.layouts.arrays import HOST, ArrayView, Int64s, view_of, whole_ids
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 
 if TYPE_CHECKING:
     from kvferry.layouts.device import HostLane
-
-
-Int64s: TypeAlias = npt.NDArray[np.int64]
 
 
 def copy_kv_blocks(

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.errors import BoundsError
+from kvferry.layouts.arrays import Int64s
 from kvferry.layouts.tiles import ADDRESS_LIMIT, RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
-
-Int64s = npt.NDArray[np.int64]
 
 
 def check_bounds(

@@ -9,18 +9,16 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import cache
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.layouts import chunks, kernels
+from kvferry.layouts.arrays import Int64s
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.chunks import ChunkedCopy
 from kvferry.layouts.staging import dense_tiles
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
-
-Int64s: TypeAlias = npt.NDArray[np.int64]
 
 STREAM_BYTES = 4 << 20
 """Least bytes of a copy that may use stores around the cache; less would fit in the cache."""

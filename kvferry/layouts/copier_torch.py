@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from math import gcd
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from kvferry.layouts.arrays import Int64s
 from kvferry.layouts.tiles import Runs, Tiles
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -43,20 +43,18 @@ def copy_tiles_torch(
             _flat(target, width)[to] = _flat(source, width)[from_]
 
 
-def _offsets(tile: np.void, runs: Runs, side: str) -> npt.NDArray[np.int64]:
+def _offsets(tile: np.void, runs: Runs, side: str) -> Int64s:
     """``[runs, tokens, heads, elements]``: bytes from the region's start, for runs of one shape."""
     steps = runs[f"{side}_step"][0] * np.arange(runs["tokens"][0])
     first = tile[f"{side}_offset"] + runs[f"{side}_block"] * tile[f"{side}_block_stride"]
     tokens = (runs[f"{side}_token"][:, None] + steps) * tile[f"{side}_token_stride"]
     heads = np.arange(tile["heads"])[:, None] * tile[f"{side}_head_stride"]
     elements = np.arange(tile["elements"]) * tile[f"{side}_element_stride"]
-    found: npt.NDArray[np.int64] = (
-        first[:, None, None, None] + tokens[:, :, None, None] + heads + elements
-    )
+    found: Int64s = first[:, None, None, None] + tokens[:, :, None, None] + heads + elements
     return found
 
 
-def _words(offsets: npt.NDArray[np.int64], itemsize: int, width: int) -> npt.NDArray[np.int64]:
+def _words(offsets: Int64s, itemsize: int, width: int) -> Int64s:
     """Indexes of all words of ``width`` bytes in the elements at these offsets."""
     return (offsets[..., None] // width + np.arange(itemsize // width)).ravel()
 

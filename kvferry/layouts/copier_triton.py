@@ -28,8 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvferry.layouts.arrays import Int64s
 from kvferry.layouts.compiled import kernel
-from kvferry.layouts.copier import Int64s
 from kvferry.layouts.kernels import ANY_TOKENS, DIM_DTYPE, merge_dims
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows, blank_runs
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry.errors import HostError, TransferError
-from kvferry.layouts.arrays import MemorySpan, whole_pages
+from kvferry.layouts.arrays import Int64s, MemorySpan, whole_pages
 from kvferry.layouts.copier_triton import (
     BOX_WORDS,
     DeviceTiles,
@@ -171,7 +171,7 @@ class UploadSlots:
         slot.close()
         return self._new_slot(2 * nbytes)
 
-    def send(self, slot: _Slot, words: npt.NDArray[np.int64], handle: int) -> None:
+    def send(self, slot: _Slot, words: Int64s, handle: int) -> None:
         """Enqueues the upload of ``words``, to ``slot.device``; the context must be current.
 
         Args:
@@ -281,8 +281,8 @@ class CudaCopyStream(CopyStream):
 
     def prepare(
         self,
-        source_addresses: Sequence[int] | npt.NDArray[np.int64],
-        target_addresses: Sequence[int] | npt.NDArray[np.int64],
+        source_addresses: Sequence[int] | Int64s,
+        target_addresses: Sequence[int] | Int64s,
         tiles: Tiles,
         most_tokens: int = 0,
     ) -> PreparedCopy:
@@ -297,8 +297,8 @@ class CudaCopyStream(CopyStream):
 
     def copy(
         self,
-        source_addresses: Sequence[int] | npt.NDArray[np.int64],
-        target_addresses: Sequence[int] | npt.NDArray[np.int64],
+        source_addresses: Sequence[int] | Int64s,
+        target_addresses: Sequence[int] | Int64s,
         tiles: Tiles,
         runs: Runs,
     ) -> CopyEvent:
@@ -354,11 +354,11 @@ class CudaCopyStream(CopyStream):
 
     def digest(
         self,
-        addresses: Sequence[int] | npt.NDArray[np.int64],
+        addresses: Sequence[int] | Int64s,
         tiles: Tiles,
         runs: Runs,
-        positions: npt.NDArray[np.int64],
-        keys: npt.NDArray[np.int64],
+        positions: Int64s,
+        keys: Int64s,
     ) -> npt.NDArray[np.uint64]:
         """See :meth:`CopyStream.digest`."""
         with cuda_errors(f"{self.device}: a digest"), self.driver:

@@ -25,8 +25,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.layouts.arrays import ByteArray, MemorySpan, whole_pages
-from kvferry.layouts.copier import Int64s, copy_tiles
+from kvferry.layouts.arrays import ByteArray, Int64s, MemorySpan, whole_pages
+from kvferry.layouts.copier import copy_tiles
 from kvferry.layouts.staging import WIRE_CHUNK_BYTES, StagedChunk, stage
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.lifetimes import Closing

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.layouts.arrays import Int64s
 from kvferry.layouts.compiled import kernel
 from kvferry.layouts.intrinsics import load_1, load_2, load_4, load_8
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
@@ -20,11 +21,11 @@ LAST_SHIFT = np.uint64(32)
 
 
 def digest_rows(
-    addresses: npt.NDArray[np.int64],
+    addresses: Int64s,
     tiles: Tiles,
     runs: Runs,
-    positions: npt.NDArray[np.int64],
-    keys: npt.NDArray[np.int64],
+    positions: Int64s,
+    keys: Int64s,
 ) -> npt.NDArray[np.uint64]:
     """Sum modulo 2**64 of the hashes of each token's rows of cells. The caller checks bounds.
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import triton.language as tl
 
-from kvferry.layouts.copier import Int64s
+from kvferry.layouts.arrays import Int64s
 from kvferry.layouts.copier_triton import (
     on_device,
     to_device,

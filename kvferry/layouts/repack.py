@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import BlockIdError
-from kvferry.layouts.arrays import whole_ids
+from kvferry.layouts.arrays import Int64s, whole_ids
 from kvferry.layouts.layout import Box, CellStrides, Layout
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 
@@ -101,7 +101,7 @@ class Repack:
             return 0
         return int(self.gather["target_block_stride"].max())
 
-    def bind(self, block_ids: npt.NDArray[np.int64], batch_frames: int = 0) -> tuple[Runs, Runs]:
+    def bind(self, block_ids: Int64s, batch_frames: int = 0) -> tuple[Runs, Runs]:
         """The runs of gather and scatter for checked block ids, frame after frame.
 
         Args:
@@ -187,7 +187,7 @@ def _described(shape: "_Shape", units: Sequence[Unit]) -> Repack:
     )
 
 
-def check_ids(repack: Repack, block_ids: Any, num_blocks: int) -> npt.NDArray[np.int64]:
+def check_ids(repack: Repack, block_ids: Any, num_blocks: int) -> Int64s:
     """Block ids as an array, ready for :meth:`Repack.bind`.
 
     If a frame is a single block, a repeated block is repacked once.

@@ -12,11 +12,11 @@ a scratch buffer in one launch of the device's copier, and come back in another.
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvferry.layouts.arrays import Int64s
 from kvferry.layouts.compiled import kernel
 from kvferry.layouts.kernels import DIM_DTYPE, copy_table
 from kvferry.layouts.repack import Repack
@@ -25,7 +25,6 @@ from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
 if TYPE_CHECKING:
     import torch
 
-Int64s: TypeAlias = npt.NDArray[np.int64]
 
 BUFFER_BYTES = 128 << 10
 """Number of bytes of the buffer unless one frame needs more: together with the frames themselves, a

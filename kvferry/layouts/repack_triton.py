@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
-from kvferry.layouts.copier import Int64s
+from kvferry.layouts.arrays import Int64s
 from kvferry.layouts.copier_triton import (
     copy_tiles_device,
     move_units,

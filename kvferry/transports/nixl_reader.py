@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import KVFerryError, PeerLostError, ProtocolError, StalledError
+from kvferry.layouts.arrays import Int64s
 from kvferry.transports.base import Peer, Transfer, Transfers
 from kvferry.transports.nixl_agents import Agent, AgentEndpoint, AgentOptions, Handle, Rows
 from kvferry.transports.nixl_segments import SegmentRequest, Segments
@@ -438,7 +439,7 @@ class SharedAgent:
 def _rows(
     segments: Segments,
     side: str,
-    addresses: npt.NDArray[np.int64],
+    addresses: Int64s,
     devices: npt.NDArray[np.uint64],
 ) -> Rows:
     region = segments[f"{side}_region"]

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.layouts.arrays import Int64s
 from kvferry.layouts.copier import expand
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 
@@ -127,7 +128,7 @@ def _batches(tiles: Tiles, runs: Runs) -> Iterator[Runs]:
     yield from np.split(runs, cuts)
 
 
-def _deal(nbytes: npt.NDArray[np.int64], most: int, count: int) -> Iterator[tuple[int, int]]:
+def _deal(nbytes: Int64s, most: int, count: int) -> Iterator[tuple[int, int]]:
     """First and end of the segments of each READ: at most ``most`` bytes and ``count`` segments."""
     ends = np.cumsum(nbytes)
     first = 0

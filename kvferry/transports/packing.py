@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.errors import ConfigError, KVFerryError, TransferError
-from kvferry.layouts.arrays import MemorySpan, whole_pages
+from kvferry.layouts.arrays import Int64s, MemorySpan, whole_pages
 from kvferry.layouts.chunks import chunk_slices, cut_chunks
-from kvferry.layouts.copier import Int64s
 from kvferry.layouts.device import Bounces, CopyStream
 from kvferry.layouts.tiles import Runs, Tiles, box_bytes, num_bytes
 from kvferry.lifetimes import Closing

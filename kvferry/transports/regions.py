@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import SharedMemoryError
-from kvferry.layouts.arrays import HOST, ByteArray, MemorySpan
+from kvferry.layouts.arrays import HOST, ByteArray, Int64s, MemorySpan
 from kvferry.transports.packing import Packer
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -86,8 +86,8 @@ class Regions:
         self._arrays: tuple[ByteArray, ...] = ()
         self._spans: tuple[MemorySpan, ...] = ()
         self._served: tuple[int, ...] = ()
-        self._nbytes: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self._addresses: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._nbytes: Int64s = np.empty(0, dtype=np.int64)
+        self._addresses: Int64s = np.empty(0, dtype=np.int64)
         self._devices: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
         self.packer: Packer | None = None
         """Packer of served regions that the host cannot touch; ``None`` without such regions."""
@@ -116,7 +116,7 @@ class Regions:
             return len(self._spans) - 1
 
     @property
-    def nbytes(self) -> npt.NDArray[np.int64]:
+    def nbytes(self) -> Int64s:
         """Number of bytes of each region."""
         return self._nbytes
 
@@ -126,7 +126,7 @@ class Regions:
         return self._served
 
     @property
-    def addresses(self) -> npt.NDArray[np.int64]:
+    def addresses(self) -> Int64s:
         """Address of each region in this process."""
         return self._addresses
 

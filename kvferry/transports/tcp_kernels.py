@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.layouts.arrays import Int64s
 from kvferry.layouts.compiled import kernel
 from kvferry.layouts.kernels import (
     DIM_DTYPE,
@@ -44,8 +45,6 @@ from kvferry.transports.iovec import (
     skip,
     system_call,
 )
-
-Int64s = npt.NDArray[np.int64]
 
 DIRECT_BYTES = 4096
 """Least bytes of a piece that is not copied in user space."""

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import HostError, KVFerryError, PeerLostError, ProtocolError
-from kvferry.layouts.copier import Int64s
+from kvferry.layouts.arrays import Int64s
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows, blank_runs, box_bytes
 from kvferry.lifetimes import Closing
 from kvferry.transports import tcp_kernels as kernels

@@ -15,9 +15,9 @@ import numpy as np
 from kvferry.config import parse_struct
 from kvferry.decoding import decode_as
 from kvferry.errors import DecodeError, KVFerryError
-from kvferry.layouts.arrays import ByteArray
+from kvferry.layouts.arrays import ByteArray, Int64s
 from kvferry.layouts.chunks import CHUNK_DTYPE, PROGRESS_DTYPE, ChunkedCopy
-from kvferry.layouts.copier import Int64s, stream_bytes
+from kvferry.layouts.copier import stream_bytes
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, num_bytes
 from kvferry.transports.base import TransportOptions
 from kvferry.transports.local import VERSION, LocalConfig, LocalPeer, LocalTransfer, LocalTransport

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.layouts.arrays import Int64s
 from kvferry.layouts.compiled import kernel
 from kvferry.layouts.kernels import DIM_DTYPE
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles
 from kvferry.transports.iovec import INT32, INT64, IOVEC_DTYPE, MAX_ROWS, skip, system_call
-
-Int64s = npt.NDArray[np.int64]
 
 SPAN_BYTES = 3072
 """Cost of a further span, as bytes that could be copied meanwhile: 0.3 µs at 10 GB/s."""

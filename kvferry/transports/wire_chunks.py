@@ -5,16 +5,14 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.errors import BoundsError
+from kvferry.layouts.arrays import Int64s
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.chunks import chunk_slices, cut_chunks
 from kvferry.layouts.staging import dense_runs, dense_tiles
 from kvferry.layouts.tiles import ADDRESS_LIMIT, Runs, Tiles, copy_rows
 from kvferry.transports.wire_messages import CHUNK_DTYPE, MAX_CHUNK_BYTES, MAX_TABLE_BYTES, Table
-
-Int64s = npt.NDArray[np.int64]
 
 KEPT_LENGTHS = 4
 """Number of run lengths for which a read keeps tables; bounded, because a remote reader chooses the
