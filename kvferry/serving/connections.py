@@ -15,8 +15,11 @@ from functools import partial
 from typing import Any
 
 import httptools
+import msgspec
 from starlette.types import ASGIApp, Message
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from kvferry.serving.openai import ApiError
 
 HEAD_TIMEOUT_S = 10.0
 """Seconds within which a client must send the head of a request, counted from the connection or
@@ -28,7 +31,12 @@ MOST_HEAD_BYTES = 64 << 10
 parts of its body."""
 
 _REASON_CHARACTERS = 200
-"""Maximum number of characters of the answer to data that is not HTTP."""
+"""Maximum number of characters of the error for data that is not HTTP."""
+_REFUSAL = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%b"
+)
+"""Answer to such data."""
 
 
 class Connections:
@@ -181,10 +189,10 @@ class _Connection(HttpToolsProtocol):
             has_begun = self.cycle.response_started
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if has_begun:
-            self.transport.close()
-        else:
-            super().send_400_response(msg)
+        if not has_begun:
+            body = msgspec.json.encode(ApiError(400, msg).body())
+            self.transport.write(_REFUSAL % (len(body), body))
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         self._is_refused = False

@@ -35,6 +35,7 @@ from kvferry.router import engine_client, health, members
 from kvferry.router.answer import TextCodec
 from kvferry.router.router import Router
 from kvferry.serving import web
+from kvferry.serving.connections import Connections
 from kvferry.serving.messages import EngineAddress, Role, RouterSettings
 from kvferry.testing.waiting import WAIT_S, until
 from tests.engine.simulated import open_simulated
@@ -305,6 +306,7 @@ class Servers:
         listener = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(
             app,
+            http=Connections(web.MAX_CONNECTIONS, app, lambda _: None),  # type: ignore[arg-type]
             log_level="critical",
             timeout_graceful_shutdown=1,
             ws="none",

@@ -1,6 +1,7 @@
 """What a connection of our HTTP servers makes of bytes: one request at a time, as RFC 9112 says."""
 
 import asyncio
+import json
 import logging
 
 import pytest
@@ -60,6 +61,7 @@ def uvicorn_log(caplog):
     """Its records come to ``caplog`` even where uvicorn has set its loggers up."""
     logger = logging.getLogger("uvicorn.error")
     logger.addHandler(caplog.handler)
+    caplog.set_level(logging.WARNING, logger.name)
     yield
     logger.removeHandler(caplog.handler)
 
@@ -138,6 +140,8 @@ def test_what_is_not_http_is_refused_by_name(asked, data, reason, caplog, uvicor
     assert answer.count(b"HTTP/1.1") == 1
     assert reason in answer
     assert len(answer) < 500
+    told = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert told["error"]["type"] == "invalid_request_error"
     assert asked.bodies == []
     assert reason.decode() in caplog.text
 

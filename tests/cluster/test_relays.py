@@ -336,7 +336,7 @@ def test_a_key_that_the_router_judges_is_not_passed_on_beside_another(setup):
 def test_a_header_that_no_server_can_be_sent_harms_its_own_request_only(setup, method, value):
     refused = setup.client.request(method, "/v1/completions", json={}, headers={"x-mine": value})
     assert refused.status_code == 400
-    assert "header 'x-mine': it has the control character" in refused.json()["error"]["message"]
+    assert "Invalid header value char" in refused.json()["error"]["message"]
     assert setup.asked == []
     engines = setup.client.get("/health").json()["engines"]
     assert all(engine["healthy"] for engine in engines)
