@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "integrations": 4922,
     "layouts": 3674,
     "observe": 610,
-    "router": 5582,
+    "router": 5583,
     "serving": 1257,
     "testing": 3968,
     "topology": 2208,

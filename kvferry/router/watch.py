@@ -180,7 +180,7 @@ class ClusterWatch:
     async def _poll(self, told: asyncio.Future[bytes]) -> None:
         loop = asyncio.get_running_loop()
         control = asking_client("watch", ASK_S, self._curve)
-        asked: dict[Engine, _Question] = {}
+        asked: dict[Engine, Question] = {}
         slots = asyncio.Semaphore(MOST_ASKED)
         rates = Rates()
         try:
@@ -189,7 +189,7 @@ class ClusterWatch:
                 for gone in asked.keys() - set(self._members):
                     asked.pop(gone).cancel()
                 asked = {
-                    engine: asked.get(engine) or _Question(engine, self._client, control, slots)
+                    engine: asked.get(engine) or Question(engine, self._client, control, slots)
                     for engine in self._members
                 }
                 questions = [question.asking() for question in asked.values()]
@@ -243,7 +243,7 @@ class ClusterWatch:
             return gather(client, addresses, request_id)
 
 
-class _Question:
+class Question:
     """Repeated questions to one engine, and the engine's last answers."""
 
     def __init__(
@@ -274,8 +274,8 @@ class _Question:
         untold: list[str] = [] if self._engine.told.control else [_NO_CHANNEL]
         async with self._slots:
             figures, report = await asyncio.gather(
-                _told("/metrics", self._metrics(), untold),
-                _told("its control channel", self._status(), untold),
+                _told("/metrics", self._metrics, untold),
+                _told("its control channel", self._status, untold),
             )
         at = asyncio.get_running_loop().time()
         self.seen = Seen(self._engine, figures, report, untold, at)
@@ -295,10 +295,10 @@ class _Question:
 _NO_CHANNEL = "its control channel is not known: leases, loads and failures are not told"
 
 
-async def _told(what: str, answer: Awaitable[T], untold: list[str]) -> T | None:
-    """Waits for an answer; ``None`` after an error, whose text is added to ``untold``."""
+async def _told(what: str, ask: Callable[[], Awaitable[T]], untold: list[str]) -> T | None:
+    """Asks and waits for the answer; ``None`` after an error, whose text is added to ``untold``."""
     try:
-        return await answer
+        return await ask()
     except (ClientError, ValueError, KVFerryError) as error:
         untold.append(f"{what}: {str(error) or type(error).__name__}")
     except TimeoutError:

@@ -29,6 +29,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -427,14 +428,14 @@ class _PassOn:
             body = None
             if request.method == "PUT":
                 body = msgspec.json.encode(await web.BodyReader(PLACE_BYTES).json(request))
-            asking = session.request(request.method, url, headers=headers, data=body)
+            ask = partial(session.request, request.method, url, headers=headers, data=body)
             with contextlib.suppress(web.ClientGoneError, aiohttp.ClientError):
-                await web.until_disconnect(receive, _pass_back(asking, send))
+                await web.until_disconnect(receive, _pass_back(ask, send))
 
 
-async def _pass_back(asking: Awaitable[aiohttp.ClientResponse], send: Send) -> None:
+async def _pass_back(ask: Callable[[], Awaitable[aiohttp.ClientResponse]], send: Send) -> None:
     try:
-        asked = await asking
+        asked = await ask()
     except aiohttp.ClientError as error:
         message = f"the router's leader does not answer: {error}"
         raise ApiError(503, message, code="leader_unavailable") from error

@@ -1,14 +1,18 @@
 """Looking at a cluster: snapshots of it, their stream, timelines, and what a browser may do."""
 
+import asyncio
 import base64
+import gc
 import hashlib
 import re
 import threading
 import time
+import warnings
 
 import msgspec
 import pytest
 
+from kvferry.control.client import asking_client
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import (
     ErrorEvent,
@@ -434,6 +438,23 @@ def test_an_engine_that_tells_nonsense_harms_its_own_row_only(watched, monkeypat
     (ours, theirs) = snapshot.engines
     assert "cannot be read" in ours.untold[1]
     assert "more than 10000 bytes" in theirs.untold[1]
+
+
+def test_a_question_that_is_cancelled_as_it_begins_leaves_nothing():
+    async def run():
+        client = EngineClient({})
+        with asking_client("watch", WAIT_S) as control:
+            question = watch.Question(engine(), client, control, asyncio.Semaphore(1))
+            task = question.asking()
+            await asyncio.sleep(0)  # both parts of the question are made, and none has begun
+            question.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        asyncio.run(run())
+        gc.collect()
+    assert not warned
 
 
 def test_a_router_that_ends_says_so(watched):
