@@ -467,7 +467,6 @@ async def serve(
         http=connections,  # type: ignore[arg-type] # it is called like the class
         log_level="warning",
         access_log=False,
-        proxy_headers=False,
         ws="none",
         backlog=takes_at_a_time or connections.backlog,
         timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
