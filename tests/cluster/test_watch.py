@@ -450,6 +450,7 @@ def test_a_question_that_is_cancelled_as_it_begins_leaves_nothing():
             question.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    gc.collect()  # what other tests have left may warn too
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         asyncio.run(run())
