@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 import httpx
@@ -63,6 +64,14 @@ def late_once(folder, name, error=LATE):
 def test_what_passes_is_green(folder, run):
     write(folder, "test_a.py", "def test_it(): pass")
     assert run()[0] is None
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_is_kept_names_no_folder_of_the_machine():
+    text = f"{again.__file__}:1: late\n{sys.base_prefix}/lib/python/threading.py:2: waits"
+    again.keep(again.Failure("test_a.py::test_it", True, text), dt.date(2026, 1, 1))
+    (kept,) = tomllib.loads(again.KEPT.read_text()).values()
+    assert kept["first"] == "tests/again.py:1: late\nlib/python/threading.py:2: waits"
 
 
 def test_a_test_that_waited_too_long_runs_again_and_is_named(folder, run):
